@@ -358,7 +358,7 @@ class DTensor(Wrapper):
     def _whole(self) -> torch.Tensor:
         """The value for the program to look at. Asking for it asks for the communication, so strict() allows it."""
         with relaxed(), torch.no_grad():
-            return self._layout.mesh.comm.asked(self.full_tensor())
+            return self._layout.mesh.comm.to_program(self.full_tensor())
 
     def numpy(self, *, force: bool = False) -> Any:  # type: ignore[override]
         if self.requires_grad and not force:

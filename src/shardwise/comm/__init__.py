@@ -1,1 +1,1 @@
-"""Backends: how ranks exchange what they hold. Knows nothing of ops or layouts beyond what a step packs."""
+"""Backends: how ranks exchange what they hold. They know nothing of ops and moves."""

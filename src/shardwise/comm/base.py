@@ -1,7 +1,7 @@
-"""What the layers above need of a backend: run a local function, collectives, look at local values.
+"""The interface of a backend: run a local function, run collectives, look at local values.
 
 A *local value* is what the ranks of this process hold of one tensor: a plain tensor on a process group, a
-`RankTensor` in simulation. Only backends know which; everything above passes it along.
+`RankTensor` in simulation. Only backends know which of the two it is; the layers above pass it along.
 """
 
 from __future__ import annotations
@@ -23,12 +23,13 @@ class Comm(ABC):
 
     simulated: bool
     outside = False  # whether no rank of the mesh is in this process
-    outlined = False  # whether it plays one rank, without values
+    outlined = False  # whether it stands for one rank of a mesh without values
     shape: tuple[int, ...]
     axis_names: tuple[str, ...]
 
     def making(self) -> AbstractContextManager[Any]:
-        """Around the making of new tensors for this rank: on a mesh without values they have none."""
+        """The context in which new tensors of this rank are made: on a mesh without values they have no values
+        either."""
         return nullcontext()
 
     @abstractmethod
@@ -51,18 +52,18 @@ class Comm(ABC):
 
     @abstractmethod
     def all_reduce(self, local: LocalValue, axes: Sequence[int], reduce_op: str) -> LocalValue:
-        """The parts of everyone along the axes, reduced."""
+        """The reduction of the parts of all ranks along the axes."""
 
     def start_all_reduce(
         self, local: LocalValue, axes: Sequence[int], reduce_op: str, owned: bool
     ) -> tuple[LocalValue, Callable[[], object]] | None:
-        """The same, begun: the value there will be (`local` itself, if it is `owned` and can be overwritten), and what
-        waits for it. None where it cannot be begun without waiting."""
+        """Begin an all-reduce. Returns the value that it fills (`local` itself, if that is `owned` and can be
+        overwritten) and the function that waits for it; None where it cannot be begun without waiting."""
         return None
 
     @abstractmethod
     def stack(self, local: LocalValue, axes: Sequence[int]) -> LocalValue:
-        """The values of everyone along the axes, which have one shape, stacked on a new first dim."""
+        """The values of all ranks along the axes, which have the same shape, stacked on a new first dim."""
 
     @abstractmethod
     def values(self, local: LocalValue) -> tuple[torch.Tensor, ...]:
@@ -81,11 +82,12 @@ class Comm(ABC):
         """For each distinct tensor of that structure, what its first holder has in `local`."""
 
     def pick_gradients(self, structure: Structure, local: LocalValue) -> tuple[torch.Tensor, ...]:
-        """`pick` for what autograd takes back: each has memory of its own, since a leaf may add to it in place."""
+        """`pick` for gradients that go back to autograd: no two share memory, since a leaf may add to its gradient in
+        place."""
         return self.pick(structure, local)
 
-    def asked(self, value: torch.Tensor) -> torch.Tensor:
-        """A whole value that the program asks for: refused where this rank is outside of the mesh."""
+    def to_program(self, value: torch.Tensor) -> torch.Tensor:
+        """Give a whole value to the program. Refused where this rank is outside of the mesh."""
         return value
 
     def rebuild(self, local: LocalValue, values: Sequence[torch.Tensor | None]) -> LocalValue:
@@ -101,7 +103,8 @@ class Comm(ABC):
         """The plain tensor of the first rank of this process."""
 
     def whole(self, local: LocalValue) -> Structure:
-        """How many tensors a Replicate value is for the program: one, or one per group of a simulated sub-mesh."""
+        """The structure in which the program gets a Replicate value: one tensor, or one per group of a simulated
+        sub-mesh."""
         return self.structure(local)
 
     def is_shared(self, value: torch.Tensor) -> bool:
@@ -109,9 +112,9 @@ class Comm(ABC):
         return False
 
     def agreed(self, local: LocalValue, what: str) -> torch.Tensor:
-        """The plain tensor of the first rank of this process, where all groups of a simulated sub-mesh hold the same;
-        else LayoutError, which says `what` the value is: one that decides something for the whole mesh, such as the
-        sizes that ranks found."""
+        """The plain tensor of the first rank of this process, for a value that decides something for the whole mesh,
+        such as the sizes that ranks found. LayoutError, which names `what` the value is, where the groups of a
+        simulated sub-mesh hold different ones."""
         return self.first(local)
 
     def same(self, one: LocalValue, other: LocalValue) -> bool:

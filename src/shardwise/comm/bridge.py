@@ -1,4 +1,5 @@
-"""Autograd nodes where plain tensors enter and leave the typed world: each says what a gradient means on its side."""
+"""Autograd nodes at the places where plain tensors become distributed ones and the other way round. Each converts
+gradients between the two sides."""
 
 from __future__ import annotations
 
@@ -14,8 +15,8 @@ from shardwise.torch_private.autograd import is_recorded, is_transforming
 
 
 class _Held:
-    """How ranks share the tensors of a local value, before and after, and what is done with its gradient. An object of
-    its own: inside of torch.func, tuples among a Function's arguments are taken apart."""
+    """How ranks share the tensors of a local value, before and after a node, and what the node does with the gradient.
+    An object and not a tuple, since torch.func takes tuples among a Function's arguments apart."""
 
     def __init__(
         self, comm: Comm, before: Structure, after: Structure, gradient: Callable[..., Any] | None = None
@@ -49,7 +50,7 @@ class _ConvertGradients(torch.autograd.Function):
 
 
 class _Entered(torch.autograd.Function):
-    """The same memory as a tensor that is no leaf and no view of one, so that it may be written."""
+    """The same memory as a tensor that is neither a leaf nor a view of one, so that it may be written to."""
 
     generate_vmap_rule = True
 
@@ -83,7 +84,8 @@ def convert_gradients(comm: Comm, local: LocalValue, convert: Callable[[Any], An
 
 
 class _Regroup(torch.autograd.Function):
-    """The same values, shared by other ranks: each group takes its first member's. The gradient takes the way back."""
+    """The same values, shared by other groups of ranks: each group takes the value of its first member. The gradient is
+    shared out in reverse."""
 
     generate_vmap_rule = True
 
@@ -121,16 +123,16 @@ def own_each(comm: Comm, local: LocalValue) -> LocalValue:
 
 
 def share(comm: Comm, local: LocalValue, axes: Sequence[int]) -> LocalValue:
-    """A local value in which simulated ranks share one tensor along the Replicate `axes`, as results of ops do: else a
-    tensor that meets it would take part in a call for each rank, and its gradient would be counted as often."""
+    """A local value in which simulated ranks share one tensor along the Replicate `axes`, as in results of ops.
+    Otherwise a call would run once per rank, and would add up the gradient of another operand as often."""
     if not comm.simulated:
         return local
     return regroup(comm, local, comm.structure(comm.first_of_replicas(local, axes)))
 
 
 def collapse(comm: Comm, local: LocalValue) -> LocalValue:
-    """The plain tensor behind a Replicate local value. Where groups of a simulated sub-mesh hold different ones, each
-    rank's own."""
+    """The plain tensor of a Replicate local value; a RankTensor where the groups of a simulated sub-mesh hold different
+    ones."""
     if not comm.simulated:
         return local
     found = regroup(comm, local, comm.whole(local))
@@ -139,7 +141,7 @@ def collapse(comm: Comm, local: LocalValue) -> LocalValue:
 
 
 class _Replaced(torch.autograd.Function):
-    """Another value in the place of one; the gradient is the old one's."""
+    """A value that takes the place of another one in the graph: its gradient goes to the old one."""
 
     generate_vmap_rule = True
 
@@ -206,7 +208,7 @@ def beside(value: torch.Tensor, sources: Sequence[torch.Tensor]) -> torch.Tensor
     return _Beside.apply(value, *sources)
 
 
-Kinds = Sequence[tuple[Sequence[int], torch.dtype]]  # of tensors: their shapes and dtypes
+Kinds = Sequence[tuple[Sequence[int], torch.dtype]]  # the shapes and dtypes of some tensors
 
 
 class _Zeros(torch.autograd.Function):
@@ -265,8 +267,9 @@ def kinds_of(tensors: Sequence[torch.Tensor]) -> Kinds:
 
 def zeros_of(kinds: Kinds, tensors: Sequence[torch.Tensor], seen: int | None = None, bilinear: bool = False) -> Tensors:
     """Zeros, for a rank that has nothing to compute with. Autograd takes them for a function of the tensors by one
-    node, and their gradients for functions of the first `seen` tensors (all, if it is not said) by one node too. So it
-    is with the kernels of the other ranks: the moves behind must be the same on all ranks and come in the same order.
+    node, and their gradients for functions of the first `seen` tensors (all, if it is not said) by one node too. The
+    kernels of the other ranks make such graphs, and the moves of the backward pass must be the same on all ranks, in
+    the same order.
 
     Args:
         kinds: The shapes and dtypes of the zeros.

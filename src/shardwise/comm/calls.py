@@ -1,4 +1,4 @@
-"""What every thread of this process communicates right now, and the numbers that ranks tell exchanges apart by."""
+"""Which collective every thread of this process is in, and the numbers by which ranks tell exchanges apart."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ draws: dict[tuple[int, ...], tuple[int, int]] = {}  # by the ranks of a mesh: ho
 
 
 class Clock:
-    """Counts the exchanges of some ranks in one group. Ranks that run the same program count alike."""
+    """Counts the exchanges of some ranks in one group. Ranks that run the same program get the same count."""
 
     __slots__ = ("count", "forks", "name")
 
@@ -26,7 +26,7 @@ class Clock:
 
 
 class _Forks:
-    """How often this process was forked off from another since it loaded the library."""
+    """How many forks lie between the process that loaded the library and this one."""
 
     count = 0
 

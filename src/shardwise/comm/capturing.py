@@ -1,8 +1,8 @@
-"""Captures under way. What ops on local tensors do not show (moves, random fills, steps of optimizers) is reported to
-the tape here by the code that does it.
+"""Captures under way. A capture sees ops on local tensors by itself. All else that a program does (moves, random fills,
+steps of optimizers) is reported to its tape through this file, by the code that does it.
 
-A tape (`captures/tape.py`) is a dispatch mode, so the stack of modes says which one a thread writes on; autograd takes
-the stack along to its own threads.
+A tape (`captures/tape.py`) is a dispatch mode, so the stack of modes says which tape a thread writes to. Autograd
+copies the stack to its own threads.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from shardwise.torch_private.tensors import dispatch_modes
 
 
 class Tape(Protocol):
-    """What a capture is told besides the ops on local tensors."""
+    """What a capture must be told, besides the ops on local tensors."""
 
     paused: int  # while it is not 0, nothing is written down
 
     def fill(
         self, name: str, draw: Callable[[], int] | None, put: Callable[..., None], tensors: Sequence[torch.Tensor]
     ) -> None:
-        """Draw a key, and run put(key, *tensors), which fills the tensors: two statements. Without `draw`, it is
-        put(*tensors) that draws."""
+        """Draw a key, and run put(key, *tensors), which fills the tensors. This is two statements. Without `draw`,
+        put(*tensors) draws itself."""
 
     def move(
         self, run: Callable[..., Any], comm: Item, steps: Sequence[Any], local: Item, note: Item, to: list[Any]
@@ -34,16 +34,16 @@ class Tape(Protocol):
         """Run a move and write it down as one statement."""
 
     def is_of_program(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor was made since the capture began, or has no graph that could be older."""
+        """Whether a tensor was made since the capture began, or has no graph (that could be older)."""
 
     def number_of(self, tensor: torch.Tensor) -> Item:
-        """Know a tensor: a leaf, before something is done with its gradient."""
+        """Give a tensor a number. Called for a leaf before its gradient is used."""
 
     def set_grad(self, leaf: torch.Tensor, grad: torch.Tensor | None) -> None:
         """The gradient of a plain tensor was set by a hook of autograd, where no mode sees it."""
 
     def refuse(self, reason: str) -> None:
-        """What goes on cannot be written down: the program runs eagerly."""
+        """Give up the capture, since what the program does cannot be written down: it runs eagerly."""
 
     def begin_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A step of an optimizer begins; it is one statement."""
@@ -59,7 +59,7 @@ steppers: list[Callable[[torch.optim.Optimizer, Callable[[torch.optim.Optimizer]
 """Functions that step an optimizer on local tensors by what they are given in the place of torch's step; they say
 whether they could."""
 
-tapes: list[Tape] = []  # of all threads; empty nearly always, which is all that a warm path asks
+tapes: list[Tape] = []  # of all threads; nearly always empty, and a warm call checks no more than that
 
 
 def tape_here() -> Tape | None:
@@ -72,7 +72,7 @@ def tape_here() -> Tape | None:
 
 @contextmanager
 def unwritten() -> Iterator[None]:
-    """Inside, nothing is written down: what is found out here holds as long as shapes and layouts do."""
+    """In this context, nothing is written down: what is computed here depends on shapes and layouts only."""
     tape = tape_here() if tapes else None
     if tape is None:
         yield

@@ -1,8 +1,8 @@
-"""Ranks compare what they are about to communicate, before they do.
+"""Before each collective, ranks compare what they are about to communicate.
 
-Each tells the others of the collective a number made of all that must be alike: the op, its layouts, the step of its
-move, how many collectives these ranks have had, the line of the user's program, what was drawn at random. Where the
-numbers differ, the ranks tell each other what they are made of, and all raise the same error.
+Each sends the other ranks of the collective a hash of all that must be equal: the op, its layouts, the step of its
+move, how many collectives these ranks have had, the line of the user's program, and what was drawn at random. Where the
+hashes differ, the ranks exchange the values behind them, and all raise the same error.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from shardwise.comm.record import Note
 from shardwise.comm.watch import errors
 from shardwise.errors import RanksDifferError
 
-_NUMBERS, _TEXTS = 0x60000001, 0x60000002  # tags, which nothing else has
+_NUMBERS, _TEXTS = 0x60000001, 0x60000002  # tags that no other message has
 _ROOM = 2000  # bytes of a text
 
 
 @dataclass(frozen=True, slots=True)
 class CheckedMove:
-    """One collective that a rank came to.
+    """One collective that a rank has reached.
 
     Attributes:
         number: How many collectives these ranks have had in their group, with this one.
@@ -70,7 +70,7 @@ class CheckedMove:
 
 
 class Checker:
-    """Compares before each collective, and keeps what this rank came to.
+    """Compares the ranks before each collective, and remembers the last collectives of this rank.
 
     Attributes:
         record: The last collectives, oldest first.
@@ -79,7 +79,7 @@ class Checker:
     def __init__(self, keep: int, lines: bool) -> None:
         self.record: deque[CheckedMove] = deque(maxlen=keep)
         self._lines = lines
-        self._alongs: dict[tuple[int, ...], Along] = {}  # everyone it has compared with
+        self._alongs: dict[tuple[int, ...], Along] = {}  # the groups of ranks that it has compared with
         self._within: dict[tuple[tuple[int, ...], tuple[int, ...]], bool] = {}
 
     def __call__(self, guard: Guard) -> None:
@@ -95,13 +95,13 @@ class Checker:
         self._compare(along, hash((guard.tag, line, drawn, stream, guard.begun)), entry)
 
     def leave(self, source: str) -> None:
-        """Tell the others that this rank compares no more: those who still come to a collective hear of it there."""
+        """Tell the others that this rank stops comparing. They find out at their next collective."""
         for along in list(self._alongs.values()):
             with Guard(along, "end", "check_ranks()", "", Note("", source=source)):
                 pass
 
     def _drawn(self, ranks: tuple[int, ...]) -> tuple[int, int]:
-        """How many random ops ran on meshes that all these ranks are in, and a number made of what they drew."""
+        """How many random ops ran on meshes that all these ranks are in, and a hash of what they drew."""
         count = stream = 0
         for mesh, (n, digest) in draws.items():
             inside = self._within.get((ranks, mesh))
@@ -130,7 +130,7 @@ class Checker:
 
 
 def _exchange(mine: torch.Tensor, along: Along, tag: int) -> list[torch.Tensor]:
-    """Everyone's tensor, in the order of the ranks."""
+    """The tensors of all ranks, in their order."""
     group, places, me = _channel(along)
     out = [mine if place == me else torch.empty_like(mine) for place in places]
     works = [group.recv([x], place, tag) for x, place in zip(out, places, strict=True) if place != me]
@@ -140,11 +140,11 @@ def _exchange(mine: torch.Tensor, along: Along, tag: int) -> list[torch.Tensor]:
     return out
 
 
-_side: list[Any] = []  # a group for what is compared, where the world's cannot carry it
+_side: list[Any] = []  # a group for comparing, where the world's group cannot carry CPU tensors
 
 
 def _channel(along: Along) -> tuple[Any, Sequence[int], int]:
-    """A group of gloo that joins these ranks, their numbers in it, and this rank's."""
+    """A gloo group of these ranks, their numbers in it, and this rank's number."""
     if along.backend == "gloo" and along.group is not None:
         return along.group, range(len(along.ranks)), along.group.rank()
     if along.backend == "gloo":
@@ -155,7 +155,7 @@ def _channel(along: Along) -> tuple[Any, Sequence[int], int]:
 
 
 def _difference(ranks: Sequence[int], numbers: Sequence[int], said: Sequence[str]) -> str:
-    """Who differs from whom, and in what. The same text on all ranks."""
+    """The text that says which ranks differ, and in what. It is the same on all ranks."""
     (most, count), *rest = Counter(numbers).most_common()
     groups = {n: [r for r, number in zip(ranks, numbers, strict=True) if number == n] for n in dict.fromkeys(numbers)}
     texts = dict(zip(numbers, said, strict=True))

@@ -1,9 +1,9 @@
-"""The record of a run: what this process did and communicated, in files that outlive it.
+"""The record of a run: what this process did and communicated, in files that remain if it is killed.
 
-Three files a rank. `rank-00003.ring` has a record (`ring.py`) for each time that a collective or a module was entered,
-with the time it was left; `rank-00003.ops` one for each op on distributed tensors, so that the many ops do not push the
-collectives out. `rank-00003.lines` has what the numbers in the rings stand for, one JSON object a line, each written
-once: places in the program, kinds of collectives, modules, ops; and, now and then, the memory in use.
+Three files a rank. `rank-00003.ring` has a record (`ring.py`) for each collective and each forward of a module, with
+the times of its begin and end; `rank-00003.ops` one for each op on distributed tensors, so that the many ops do not
+push the collectives out. `rank-00003.lines` has what the numbers in the rings stand for, one JSON object a line, each
+written once: places in the program, kinds of collectives, modules, ops; and, now and then, the memory in use.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ flights: list[Flight] = []  # the record that is being written, if there is one
 
 
 class StepLike(Protocol):
-    """What is asked of a step of a move."""
+    """What a record needs to know of a step of a move."""
 
     @property
     def kind(self) -> str: ...
@@ -52,7 +52,7 @@ class StepLike(Protocol):
 
 
 class CommLike(Protocol):
-    """What is asked of a simulated mesh's backend."""
+    """What a record needs to know of the backend of a simulated mesh."""
 
     @property
     def grid(self) -> Sequence[tuple[int, ...]]: ...
@@ -73,10 +73,11 @@ class Flight:
         self.module = 0  # the number of the innermost module of the main thread
         self._names: dict[Hashable, int] = {}
         # the part of a record that stays the same, by the plan or step, the instruction of the program that runs it,
-        # and the module: one look-up instead of words. The code is kept, so that no other has its id
+        # and the module: one look-up instead of words. The code object is kept alive, so that no other gets its id
         self._sites: dict[Hashable, tuple[bytes, CodeType | None]] = {}
         self._threads: dict[int, int] = {}  # their numbers
-        self._outside: dict[int, int] = {}  # of those that are in no op: what an op calls is no op of the program
+        # of threads that are not inside an op; ops that another op calls are not recorded
+        self._outside: dict[int, int] = {}
         self._lock = threading.Lock()
         self._memory, self._looked = 0, 0
         self._forks = forks.count
@@ -115,7 +116,7 @@ class Flight:
         return self._ops
 
     def say(self, **facts: object) -> None:
-        """Add a line to the file of words; it is there even if the process ends now."""
+        """Add a line to the `.lines` file. It is in the file even if the process ends now."""
         if self._forks != forks.count:
             return  # the files are those of the process that this one was forked from
         if self._lines < 0:
@@ -220,7 +221,7 @@ class Flight:
     def _keep(
         self, key: Hashable, code: CodeType | None, what: int, where: int, clock: int, flags: int
     ) -> tuple[bytes, CodeType | None]:
-        """What stays the same in the records of one site, from now on found by its key."""
+        """Make and store, under `key`, what stays the same in the records of one place of the program."""
         if len(self._sites) >= _MOST_KNOWN:
             self._sites.clear()  # plans and steps are not kept alive for ever
         found = self._sites[key] = kept(what, where, clock, self.module, flags), code
@@ -228,7 +229,7 @@ class Flight:
 
     # -- names ----------------------------------------------------------------------------------------------
     def _name(self, key: Hashable, **facts: object) -> int:
-        """The number of something that is met for the first time; 0 if there are too many of them."""
+        """Give a number to something that is seen for the first time; 0 if there are too many."""
         if len(self._names) >= _MOST_NAMES:
             return 0
         self._ring or self._open()
@@ -260,8 +261,8 @@ class Flight:
         return self._name_what({"op": op, "kind": "op", "layouts": words})
 
     def _name_what(self, what: dict[str, str], **more: object) -> int:
-        """The number of an op or a collective. Steps of a move may be new objects each time: the words, not the object,
-        decide whether it has a number already."""
+        """The number of an op or a collective. Steps of a move may be new objects each time, so they are recognized by
+        their text."""
         words = ("what", *what.values(), *map(str, more.values()))
         return self._names.get(words) or self._name(words, what=[what], **more)
 
@@ -282,7 +283,8 @@ def _short(ranks: Sequence[int]) -> list[int]:
 
 def memory_in_use() -> int:
     """Bytes that torch has allocated on this process's GPU; those that the process has in memory if it uses none."""
-    if torch.cuda.is_initialized() and (used := torch.cuda.memory_allocated()):  # quick; whether there is a GPU is not
+    # a quick check; to ask whether there is a GPU is slow
+    if torch.cuda.is_initialized() and (used := torch.cuda.memory_allocated()):
         return used
     if not _statm:
         try:

@@ -1,4 +1,4 @@
-"""Collectives of a whole process group that are no step of a move: what ranks tell each other to agree on something."""
+"""Collectives of a whole process group that are no step of a move, in which ranks agree on something."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from shardwise.comm.record import Note
 
 @contextmanager
 def group_call(group: Group | None, op: str, kind: str, device: str = "cpu") -> Iterator[None]:
-    """Inside, this rank makes one collective of a group (None: the world's), for tensors of a device.
+    """The context of one collective of a group (None: the world), for tensors of a device.
 
-    All its ranks must have come to the same one before it begins: else its values would be mixed with another's. If
-    one does not come, the error names it, the op and the collective.
+    It begins once all ranks of the group have reached the same collective; otherwise values of two collectives could be
+    mixed. If a rank does not come, the error names it, the op and the collective.
     """
     along = along_group(dist.group.WORLD if group is None else group, torch.device(device))
     where = f"a group of {len(along.ranks)} ranks"

@@ -1,4 +1,5 @@
-"""Around a collective: its number and tag, who takes part, and an error that says what failed and whose fault it is."""
+"""What every collective runs inside of: it gives the collective a number and a tag, knows who takes part, and turns a
+failure into an error that says what failed and which rank caused it."""
 
 from __future__ import annotations
 
@@ -23,10 +24,10 @@ from shardwise.torch_private.tensors import tracing_mode
 
 _UNKNOWN = Note("")
 _TAGS = 0x3FFFFFFF
-_TICKET, _TICKETS = 0x40000000, 0x1FFFFFFF  # for the messages by which the ranks of a collective meet
+_TICKET, _TICKETS = 0x40000000, 0x1FFFFFFF  # tags of the messages by which the ranks of a collective meet
 _crcs: dict[str, int] = {}
 _MOST_CRCS = 1 << 12
-compare: list[Callable[[Guard], None]] = []  # what ranks do before each collective; `check_ranks` puts something here
+compare: list[Callable[[Guard], None]] = []  # called before each collective; `check_ranks` adds its check
 
 
 def crc(text: str) -> int:
@@ -40,7 +41,7 @@ def crc(text: str) -> int:
 
 
 def refuse_tracing(kind: str, where: str) -> NoReturn:
-    """Raise where make_fx writes a graph: what comes in would be a constant of it."""
+    """Raise where make_fx traces: received values would become constants of the graph."""
     raise CommError(
         f"{kind} on {where} while torch.fx traces (make_fx): what other ranks send would be lost from the graph; "
         f"trace what runs between the moves"
@@ -48,7 +49,7 @@ def refuse_tracing(kind: str, where: str) -> NoReturn:
 
 
 class Sent(NamedTuple):
-    """What a collective that is no step of a move carries, in words that are the same on all its ranks."""
+    """A text for what a collective carries that is no step of a move. It is the same on all ranks."""
 
     words: str
 
@@ -64,7 +65,8 @@ class Sent(NamedTuple):
 
 
 class Guard:
-    """One collective. It is entered when it begins, and again to wait for it where it was only begun."""
+    """The context of one collective. It is entered when the collective begins, and once more to wait for it if it was
+    only begun."""
 
     __slots__ = (
         ("along", "also", "at", "begun", "clock", "digest", "kind", "note", "number", "outer", "step", "tag")
@@ -78,7 +80,7 @@ class Guard:
         self.number = 0
         self.also = ""
         self.begun = False
-        self.trouble = ""  # what keeps it from ending, once that was found out
+        self.trouble = ""  # why it cannot end, once the watching thread has found that out
         self.note: Note = note or of_thread.note or _UNKNOWN
         self.step: Described | None = of_thread.step if note is None else what
         self.digest: int = of_thread.digest if note is None else 0 if what is None else what.digest
@@ -124,8 +126,8 @@ class Guard:
         self.tag = hash((op, self.note.backward, kind, self.digest, who, self.number, len(compare))) & _TAGS
 
     def _refuse_other_threads(self) -> None:
-        """Raise where another thread is just beginning a collective of the same ranks: which of the two comes first is
-        chance, and another chance on the other ranks, so they would take each other's values."""
+        """Raise where another thread is just beginning a collective of the same ranks. Their order would be chance, and
+        could differ on other ranks, so that the two would get each other's values."""
         mine = get_ident()
         for thread, guard in list(entered.items()):
             if thread != mine and guard.clock is self.clock and not guard.begun:
@@ -159,8 +161,8 @@ class Guard:
         raise CommError(f"{self.name} failed{self.at}{lost}") from error
 
     def meet(self) -> None:
-        """Wait until the rank before this one is at the same collective, too. Backends do not check that: they would
-        mix two collectives, or end the process if their sizes differ."""
+        """Wait until the rank before this one has reached the same collective. Backends do not check this: they would
+        mix the values of two collectives, or end the process if their sizes differ."""
         along = self.along
         if along.backend != "gloo" or of_thread.has_met:
             return
@@ -173,7 +175,7 @@ class Guard:
             sent.wait()
 
     def carries(self, what: str) -> None:
-        """Say more of what travels: it must be the same on all ranks."""
+        """Add a text about what is sent. It must be the same on all ranks."""
         self.also, self.digest = f", {what}{self.also}", hash((self.digest, crc(what)))
 
     # -- for people -----------------------------------------------------------------------------------------
@@ -185,17 +187,18 @@ class Guard:
         return f"{self.note.op}{' (backward)' if self.note.backward else ''}: {self.kind} on {self.where}"
 
     def describe(self) -> str:
-        """The same with what moves."""
+        """The name, with what moves."""
         return f"{self.name}{f', {self.moves}' if self.moves else ''} (number {self.number})"
 
     @property
     def moves(self) -> str:
-        """What moves, and all else that must be the same on all ranks; empty where nothing is known."""
+        """A text of what moves, and of all else that must be the same on all ranks; empty where nothing is known."""
         step, order = "" if self.step is None else self.step.describe(), ""
         if not self.along.in_order:
             order = f", ranks in the order {[rank for _, rank in sorted(zip(self.along.peers, self.along.ranks))]}"
         return f"{step}{self.also}{order}".removeprefix(", ")
 
     def line(self, frame: FrameType | None = None) -> str:
-        """The line of the user's program that it is for; `frame` is where its thread is, if that is not this one."""
+        """The line of the user's program that it is for. `frame` is the frame of its thread, if that is not this
+        thread."""
         return self.note.source or user_line(frame)

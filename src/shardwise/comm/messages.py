@@ -1,8 +1,8 @@
-"""An exchange of flat buffers among some ranks, begun and waited for later.
+"""An exchange of flat buffers among some ranks, which is begun and later waited for.
 
 Where the ranks have a process group it is one all-to-all. Ranks along several axes of a mesh that is not the whole
-world have none, and making one takes all ranks of the world, so they send to each other directly. On gloo ranks always
-do: its own all-to-all of ranks whose programs differ mixes their values, or ends the process.
+world have none, and all ranks of the world would have to help make one, so they send to each other directly. On gloo,
+ranks always send directly: if the programs of ranks differ, gloo's all-to-all mixes their values or ends the process.
 """
 
 from __future__ import annotations
@@ -26,19 +26,21 @@ from shardwise.comm.gloo_loops import keep_loops_from_preempting
 # torch 2.13 has new names for these two
 ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
 REDUCE_SCATTER = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
-_TAG = 0x5DA7  # of our messages outside of a collective: a program's own, on the same group, are not mistaken for them
+# of our messages outside of a collective, so that messages of the program on the same group are not mistaken for them
+_TAG = 0x5DA7
 _TAGS = 0x3FFFFFFF
 Ends = Sequence[tuple[int, torch.Tensor]]  # numbers of peers, and what goes to or comes from each
 
 
 class Work(Protocol):
-    """What was begun and can be waited for."""
+    """An operation that was begun and can be waited for."""
 
     def wait(self) -> Any: ...
 
 
 class Along(NamedTuple):
-    """Those who take part in an exchange, in the order of their group; without a group, by their global ranks."""
+    """The participants of an exchange, in the order of their group; without a group, in the order of their global
+    ranks."""
 
     peers: tuple[Any, ...]  # who they are: coordinates on a mesh, or global ranks
     ranks: tuple[int, ...]
@@ -46,11 +48,11 @@ class Along(NamedTuple):
     backend: str
     in_order: bool = True  # whether ranks ascend with coordinates
     clock: Clock | None = None  # counts their exchanges
-    digest: int = 0  # who is where: meshes that have the same ranks in another order have another one
+    digest: int = 0  # depends on the order: meshes with the same ranks in another order have another one
 
 
 def world_of(ranks: Sequence[int], like: Group | None = None) -> Group | None:
-    """The world's group where these are all ranks of it (and its backend is that of the group `like`), else None."""
+    """The world's group, if these are all its ranks (and its backend is that of the group `like`); else None."""
     world = dist.group.WORLD
     same = like is None or dist.get_backend(like) == dist.get_backend(world)
     return world if same and len(ranks) == dist.get_world_size() else None
@@ -64,7 +66,7 @@ def backend_for(group: Group, device: torch.device) -> str:
     return f"{found} on {device.type}" if found == "gloo" else found
 
 
-on_new_clock: list[Callable[[], object]] = []  # what is done where some ranks begin to communicate
+on_new_clock: list[Callable[[], object]] = []  # called when some ranks communicate for the first time
 clocks: dict[tuple[str, tuple[int, ...]], Clock] = {}
 _world: list[Any] = [lambda: None]  # a weak reference to the default group that the clocks belong to
 
@@ -113,12 +115,12 @@ def start_swap(
 
 
 def start_sends(out: Ends, into: Ends, along: Along) -> Work:
-    """Begin to send to and to receive from peers; both sides name each other in the same order."""
+    """Begin to send to peers and to receive from them. Both sides must list each other in the same order."""
     group: Group = dist.group.WORLD if along.group is None else along.group
     if _abandoned:
         _wait_for_abandoned(group)
     out, into = ([(peer, x) for peer, x in ends if x.numel()] for ends in (out, into))
-    if along.backend == "gloo":  # straight to the group: torch's wrapper takes longer than a small message
+    if along.backend == "gloo":  # calls the group directly: torch's wrapper takes longer than a small message
         number = along.ranks if along.group is None else range(len(along.ranks))
         guard = entered.get(get_ident())
         tag = _TAG if guard is None else guard.tag
@@ -132,8 +134,8 @@ def start_sends(out: Ends, into: Ends, along: Along) -> Work:
 
 
 class _All:
-    """Several works as one. If nobody waits for them, they are kept until the group sends again: a message that is
-    never received would be mistaken for the next one."""
+    """Several operations as one. If they are dropped without a wait, they are kept until the group sends again, because
+    a message that was never received would be mistaken for the next one."""
 
     def __init__(self, works: Sequence[Work], group: Group) -> None:
         self.works, self.group = list(works), group
@@ -148,7 +150,8 @@ class _All:
             _abandoned.append((self.group, self.works))
 
 
-_abandoned: deque[tuple[Group, list[Work]]] = deque()  # whose operations are atomic: finalizers run in any thread
+# a deque, since finalizers run in any thread and its operations are atomic
+_abandoned: deque[tuple[Group, list[Work]]] = deque()
 _unfinished: set[Any] = set()  # collectives that were begun for later, until somebody waits for them
 _EXIT_SECONDS = 2.0
 
@@ -168,8 +171,8 @@ def waited_for(work: Work | None) -> None:
 
 @at_exit
 def _let_finish() -> None:
-    """A backend's thread that lets go of a tensor needs the interpreter: where that is gone, the process aborts. So it
-    waits a little for what is under way, and lets go of the groups first."""
+    """Before the process ends, wait a little for operations under way, then release the groups. A thread of the backend
+    needs the interpreter to release a tensor: if that is gone, the process aborts."""
     deadline = time.monotonic() + _EXIT_SECONDS
     pending = bool(_unfinished)
     while not all(work.is_completed() for work in _unfinished) and time.monotonic() < deadline:
@@ -177,7 +180,7 @@ def _let_finish() -> None:
     _unfinished.clear()
     _abandoned.clear()
     if pending:
-        time.sleep(0.02)  # a work is said to be complete a moment before its thread lets go
+        time.sleep(0.02)  # an operation counts as complete a moment before its thread releases the tensor
 
 
 def _wait_for_abandoned(group: Group) -> None:
@@ -195,12 +198,12 @@ WIRE = {torch.float32, torch.float64, torch.int32, torch.int64, torch.uint8, tor
 
 
 def width(dtype: torch.dtype) -> int:
-    """How many wire elements one element takes (bytes for a dtype that no backend carries)."""
+    """How many elements of the sent dtype one element takes (bytes for a dtype that no backend carries)."""
     return 1 if dtype in WIRE else dtype.itemsize
 
 
 def as_wire(x: torch.Tensor) -> torch.Tensor:
-    """A flat tensor of a dtype every backend carries; of a contiguous one, the same memory."""
+    """A flat tensor of a dtype that every backend carries. It shares the memory of `x` if that is contiguous."""
     if x.dtype in WIRE and x.is_contiguous() and not x.is_neg():
         return x if x.dim() == 1 else x.view(-1)
     flat = x.resolve_conj().resolve_neg().contiguous().view(-1)
@@ -210,12 +213,13 @@ def as_wire(x: torch.Tensor) -> torch.Tensor:
 
 
 def as_bytes(flat: torch.Tensor) -> torch.Tensor:
-    """The memory of a contiguous flat tensor: one element may come with any stride, but a view of bytes asks for 1."""
+    """The memory of a contiguous flat tensor as bytes. A tensor of one element may have any stride, but a view as bytes
+    needs stride 1."""
     return (flat.as_strided(flat.shape, (1,)) if flat.numel() <= 1 else flat).view(torch.uint8)
 
 
 def from_wire(wire: torch.Tensor, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
-    if not wire.numel():  # nothing, at an offset that a view of another dtype may refuse
+    if not wire.numel():  # empty, possibly at an offset that a view of another dtype refuses
         return wire.new_empty(shape, dtype=dtype)
     return (wire if wire.dtype == dtype else wire.contiguous().view(dtype)).view(shape)
 

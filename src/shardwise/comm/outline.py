@@ -1,7 +1,8 @@
-"""A backend that plays one rank of a mesh of any size, without values and without communication.
+"""A backend that stands for one rank of a mesh of any size, without values and without communication.
 
 Its local values are tensors without values (`without_values.py`). A collective makes the tensors that it would make on
-a rank, buffers included, and tells whoever watches; the ledger takes the same entries as on ranks that are processes.
+a rank, buffers included, and reports itself to the watcher. The ledger gets the same entries as on ranks that are
+processes.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import torch
 from shardwise.comm.base import Coords
 from shardwise.comm.process_group import PlainComm
 from shardwise.comm.record import Note, of_thread, record
-from shardwise.comm.without_values import Absent, told
+from shardwise.comm.without_values import Absent, assumed_number
 from shardwise.protocols import Result
 from shardwise.torch_private.tensors import FakeTensor
 
@@ -27,13 +28,13 @@ _SIZES_BYTES = 18 * 8  # what ranks tell each other of a tensor's dtype and shap
 
 @dataclass
 class Passage:
-    """One communication of the rank that is played.
+    """One communication of this rank.
 
     Attributes:
         kind, axes, sizes: The collective, the names of the axes that it crosses, and how many ranks each has.
         strides: How far apart in number the ranks of each axis are.
         received: Bytes that the rank receives.
-        note: On whose behalf; None where nobody said.
+        note: On whose behalf; None where that is not known.
     """
 
     kind: str
@@ -46,7 +47,7 @@ class Passage:
 
 
 class Watcher:
-    """Is told of communications in the order of the program, and of what is allocated for them."""
+    """Receives the communications in the order of the program, and what is allocated for them."""
 
     def begin(self, passage: Passage) -> None: ...
 
@@ -54,7 +55,7 @@ class Watcher:
 
     @contextmanager
     def allocating(self, what: str) -> Iterator[None]:
-        """Around the allocation of `what`: "buffer" or "result"."""
+        """The context in which `what` is allocated: "buffer" or "result"."""
         yield
 
 
@@ -133,11 +134,11 @@ class OutlineComm(PlainComm):
     def at(self, local: torch.Tensor, coords: Coords) -> torch.Tensor:
         return local
 
-    def asked(self, value: torch.Tensor) -> torch.Tensor:
-        return told(self.mode, value) if isinstance(value, FakeTensor) else value
+    def to_program(self, value: torch.Tensor) -> torch.Tensor:
+        return assumed_number(self.mode, value) if isinstance(value, FakeTensor) else value
 
     def all_kinds(self, local: torch.Tensor) -> dict[Coords, tuple[str, tuple[int, ...]]]:
-        """Of the rank that is played only: the others are taken to hold the same (`sizes.py`)."""
+        """Those of this rank only: the others are assumed to hold the same (`sizes.py`)."""
         rows = 1
         for axis in reversed(range(len(self.shape))):
             if self.shape[axis] > 1:
@@ -149,7 +150,7 @@ class OutlineComm(PlainComm):
 
     # -- communication ------------------------------------------------------------------------------------------
     def passage(self, kind: str, axes: Sequence[int], received: int, note: Note | None = None) -> Passage:
-        """A communication that begins now."""
+        """Report a communication that begins now."""
         names, sizes = tuple(self.axis_names[a] for a in axes), tuple(self.shape[a] for a in axes)
         made = Passage(kind, names, sizes, tuple(self.strides[a] for a in axes), received, note or of_thread.note)
         for watcher in watchers:
@@ -157,7 +158,7 @@ class OutlineComm(PlainComm):
         return made
 
     def waited(self, passage: Passage) -> None:
-        """The program waits for it."""
+        """Report that the program waits for a communication."""
         if not passage.waited:
             passage.waited = True
             for watcher in watchers:
@@ -179,7 +180,8 @@ class OutlineComm(PlainComm):
         buffer_bytes: int = 0,
         zeros: bool = False,
     ) -> tuple[torch.Tensor, Callable[[], torch.Tensor]]:
-        """An exchange begun: the tensor of `shape` that it makes, and what waits for it and lets go of its buffers."""
+        """Begin an exchange. Returns the tensor of `shape` that it makes, and the function that waits for it and frees
+        its buffers."""
         local = self.mode.enter(local).detach()
         out = self._made(local, shape, zeros=zeros)
         length = -(-buffer_bytes // max(local.itemsize, 1))
@@ -249,7 +251,7 @@ class OutlineComm(PlainComm):
 
 
 class Work:
-    """What a collective of a script gives: it can be waited for."""
+    """What a collective called by a script returns: it can be waited for."""
 
     def __init__(self, comm: OutlineComm, passage: Passage | None) -> None:
         self._comm, self._passage = comm, passage

@@ -1,4 +1,4 @@
-"""A mesh this rank is not in. A tensor on it is known by its layout; of its values this rank holds nothing."""
+"""The backend of a mesh that this rank is not in: of tensors on it, this rank knows the layout and holds no values."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from shardwise.layout import Layout
 
 
 def held_of(layout: Layout, values: Sequence[object] = ()) -> torch.Tensor:
-    """What a rank outside of the mesh holds of a tensor that is computed from these: nothing, and their graph."""
+    """What a rank outside of the mesh holds of a tensor that is computed from `values`: an empty tensor with their
+    graph."""
     made = torch.zeros(() if not layout.shape else 0, dtype=layout.dtype, device=layout.device)
     if not torch.is_grad_enabled() or not (layout.dtype.is_floating_point or layout.dtype.is_complex):
         return made
@@ -27,7 +28,7 @@ def held_of(layout: Layout, values: Sequence[object] = ()) -> torch.Tensor:
 
 class OutsideComm(PlainComm):
     """Local values are empty tensors that carry the autograd graph, so that this rank takes part in moves to and from
-    the mesh, and in their gradients. Calls on them do nothing (`engine/nothing_here.py`); what asks for a value is
+    the mesh, and in their gradients. Calls on them do nothing (`engine/nothing_here.py`); a request for a value is
     refused."""
 
     outside = True
@@ -43,7 +44,7 @@ class OutsideComm(PlainComm):
             f"ask for its values on those ranks only, or redistribute it to a mesh that this rank is in"
         )
 
-    def asked(self, value: torch.Tensor) -> torch.Tensor:
+    def to_program(self, value: torch.Tensor) -> torch.Tensor:
         self._refuse()
 
     def coords_here(self) -> Sequence[Coords]:

@@ -1,4 +1,5 @@
-"""What ranks tell each other outside of collectives: words that each leaves in the store of the process group.
+"""What ranks tell each other outside of collectives: short texts that each rank writes to the store of the process
+group.
 
 | word    | says                                                                                        |
 |---------|---------------------------------------------------------------------------------------------|
@@ -9,7 +10,7 @@
 | `error` | an error that its program may have caught: gone with the next collective it comes to         |
 | `says`  | what it has, where the ranks found that they have different things                          |
 
-So whoever finds a collective broken, or is blocked in one, can say who is the cause.
+So a rank whose collective failed, or which is blocked in one, can say which rank caused it.
 """
 
 from __future__ import annotations
@@ -29,62 +30,63 @@ import torch.distributed as dist
 from shardwise.comm.calls import forks
 from shardwise.torch_private.distributed import default_store
 
-PATIENCE_SECONDS = 2.0  # for the others to notice as well: a process is gone a little after its connections are
+PATIENCE_SECONDS = 2.0  # a process ends a little after its connections: the others are given this time to notice
 _OF_PEERS = re.compile(r"connection|timed? ?out|peer|network|socket|remote process|pair closure", re.IGNORECASE)
 
 
 class Board:
-    """The words of all ranks of one world."""
+    """The texts of all ranks of one world."""
 
     def __init__(self, number: int) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.ended = ""  # how, if it did
-        self.said = ""  # why, also after it went on
-        self.asked = 0  # how often the ranks asked each other who differs
+        self.said = ""  # the reason, kept after the rank went on
+        self.comparisons = 0  # how often the ranks asked each other which of them differ
         self._number, self._forks = number, forks.count
-        self._world = weakref.ref(dist.group.WORLD)  # a group that is kept would not be left
+        # weak: a strong reference would keep the group alive after the program left it
+        self._world = weakref.ref(dist.group.WORLD)
         self.set("is", f"{socket.gethostname()} {os.getpid()}")
 
     @property
     def is_current(self) -> bool:
-        """Whether this process is a rank of that world still; a forked one is not."""
+        """Whether this process is still a rank of that world. A forked process is not."""
         return dist.is_initialized() and self._world() is dist.group.WORLD and self._forks == forks.count
 
     def set(self, what: str, text: str) -> None:
-        """Leave a word of this rank; an empty one takes it back."""
+        """Write a text of this rank; an empty one removes it."""
         default_store().set(self._key(self.rank, what), text)
 
     def get(self, rank: int, what: str) -> str:
-        """The word of a rank; empty if there is none."""
+        """The text of a rank; empty if there is none."""
         store, key = default_store(), self._key(rank, what)
         return store.get(key).decode() if store.check([key]) else ""
 
     def end(self, how: str, text: str) -> None:
-        """Say, once, that and why this rank comes to no collective any more."""
+        """Announce, once, that this rank will take part in no more collectives, and why."""
         if not self.ended:
             self.ended, self.said = how, text
             self.set("end", json.dumps([how, text]))
 
     def correct(self, text: str) -> None:
-        """Say better what this rank noticed."""
+        """Replace the text about what this rank noticed by a better one."""
         if self.ended == "noticed":
             self.said = text
             self.set("end", json.dumps([self.ended, text]))
 
     def go_on(self) -> None:
-        """Take back that this rank ended, where it was because of what others did."""
+        """Take back that this rank ended, if other ranks were the reason."""
         if self.ended in ("noticed", "verdict"):
             self.ended = ""
             self.set("end", "")
 
     def end_of(self, rank: int) -> tuple[str, str] | None:
-        """How and why a rank ended, if it said so."""
+        """How and why a rank ended; None if it did not say so."""
         said = self.get(rank, "end")
         if not said:
             return None
         how, text = json.loads(said)
         if how == "verdict" and text == self.said:
-            return None  # this rank raised the same, and went on: so may the other
+            return None  # this rank raised the same error and went on; the other may do so, too
         return how, text
 
     def process_of(self, rank: int) -> str:
@@ -93,7 +95,7 @@ class Board:
         return _state(int(pid)) if host == socket.gethostname() else ""
 
     def is_dead(self, rank: int) -> bool:
-        """Whether the process of a rank is gone without a word."""
+        """Whether the process of a rank is gone and did not say why."""
         return self.process_of(rank) == "gone"
 
     def _key(self, rank: int, what: str) -> str:
@@ -104,7 +106,7 @@ _boards: list[Board] = []  # the last one
 
 
 def board() -> Board | None:
-    """The board of the present world; None if it has none, as for a group that only stands for processes."""
+    """The board of the current world; None if it has none, for instance with a fake process group."""
     if _boards and _boards[0].is_current:
         return _boards[0]
     if not dist.is_initialized() or dist.get_backend() in ("fake", "threaded"):
@@ -121,19 +123,20 @@ def is_of_peers(error: BaseException) -> bool:
 
 
 def who_is_lost(error: BaseException, ranks: Iterable[int]) -> str:
-    """What to add to the text of a failed collective of these ranks: nothing if it does not look like a lost peer."""
+    """What to add to the error of a failed collective of these ranks; nothing if it does not look as if a peer was
+    lost."""
     here = board()
     if here is None or not is_of_peers(error):
         return ""
     found: list[str] = []
-    # a store may not answer at all: that of a process which is stopped, or a file which such a one has locked
-    asking = threading.Thread(target=lambda: found.append(_who(here, ranks, error)), daemon=True)
+    # a store may not answer: its process may be stopped, or a stopped process may have locked its file
+    asking = threading.Thread(target=lambda: found.append(_cause_text(here, ranks, error)), daemon=True)
     asking.start()
     asking.join(3 * PATIENCE_SECONDS)
     return found[0] if found else "; the store of the process group does not answer either"
 
 
-def _who(here: Board, ranks: Iterable[int], error: BaseException) -> str:
+def _cause_text(here: Board, ranks: Iterable[int], error: BaseException) -> str:
     try:
         here.end("noticed", "")
         deadline = time.monotonic() + PATIENCE_SECONDS
@@ -142,7 +145,7 @@ def _who(here: Board, ranks: Iterable[int], error: BaseException) -> str:
             if causes or time.monotonic() > deadline:
                 break
             time.sleep(0.02)
-        found = "; " + ", ".join(causes) if causes else _silent(here, ranks, error)
+        found = "; " + ", ".join(causes) if causes else _silent_ranks_text(here, ranks, error)
         if found:
             here.correct(found.removeprefix("; "))
     except RuntimeError:
@@ -151,19 +154,19 @@ def _who(here: Board, ranks: Iterable[int], error: BaseException) -> str:
 
 
 def places_of(here: Board, ranks: Iterable[int]) -> str:
-    """Where these ranks are blocked, as far as they say so."""
+    """Where these ranks are blocked, as far as they reported it."""
     words = {rank: json.loads(said)[2] for rank in sorted(ranks) if (said := here.get(rank, "waits"))}
     return "; ".join(f"rank {rank} is in {call[4]}" for rank, calls in words.items() for call in calls)
 
 
 def ranks_that_differ(mine: str, ranks: Sequence[int]) -> str:
-    """Which of the ranks say something else than most do; each of them asks, and says `mine`."""
+    """The ranks that report something else than the majority. Every rank must call this, and reports `mine`."""
     here = board()
     if here is None:
         return ""
     try:
-        here.asked += 1  # as on all ranks
-        word = f"says {here.asked}"
+        here.comparisons += 1  # as on all ranks
+        word = f"says {here.comparisons}"
         here.set(word, mine)
         deadline, said_by = time.monotonic() + PATIENCE_SECONDS, {here.rank: mine}
         while len(said_by) < len(ranks) and time.monotonic() < deadline:
@@ -177,8 +180,8 @@ def ranks_that_differ(mine: str, ranks: Sequence[int]) -> str:
 
 
 def causes_of_failure(here: Board) -> list[str]:
-    """What other ranks say that broke the collectives, or those who are gone without a word; the first that there is
-    of: their own errors, what they found out, their deaths, that they ended in peace."""
+    """Why collectives failed, according to other ranks. Returns the first that exists of: their own errors, what they
+    noticed, processes that are gone without a report, ranks that ended normally."""
     everyone = [rank for rank in range(here.size) if rank != here.rank]
     ends = {rank: end for rank in everyone if (end := here.end_of(rank)) is not None}
     own = [f"rank {rank} {text}" for rank, (how, text) in ends.items() if how == "failed"]
@@ -196,18 +199,18 @@ def causes_of_failure(here: Board) -> list[str]:
     return left or noticed[:1] or errors
 
 
-def _silent(here: Board, ranks: Iterable[int], error: BaseException) -> str:
-    """Those of the ranks that say nothing, and where all are that do not know of the failure."""
+def _silent_ranks_text(here: Board, ranks: Iterable[int], error: BaseException) -> str:
+    """A text about the ranks that report nothing, and about where the ranks are that do not know of the failure."""
     running = [rank for rank in range(here.size) if rank != here.rank and here.end_of(rank) is None]
     silent = [rank for rank in ranks if rank in running]
     if not silent:
         return ""
     places = places_of(here, running)
-    return f"; {_ranks(silent)} did not answer{_more(here, silent, error)}{f' ({places})' if places else ''}"
+    return f"; {_ranks(silent)} did not answer{_processes_text(here, silent, error)}{f' ({places})' if places else ''}"
 
 
-def _more(here: Board, ranks: Iterable[int], error: BaseException) -> str:
-    """What is known of ranks that do not answer."""
+def _processes_text(here: Board, ranks: Iterable[int], error: BaseException) -> str:
+    """A text of what is known about ranks that do not answer."""
     stopped = [rank for rank in ranks if here.process_of(rank) == "stopped"]
     if stopped:
         return f" ({_ranks(stopped)}: stopped by a signal)"

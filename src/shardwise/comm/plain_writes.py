@@ -1,7 +1,7 @@
-"""Simulated ranks that write into one and the same memory: a plain tensor, which on processes each of them would have.
+"""Simulated ranks that write into the same memory: a plain tensor of which, on processes, each rank would have its own.
 
-Every rank writes into what was there before. If all of them write the same, that is the value; if not, there is no
-tensor that could hold what they wrote, and the call raises and leaves the memory as it was.
+Every rank's call starts from the old content. If all ranks write the same, that is the new content. If not, no single
+tensor could hold it: the call raises and leaves the memory as it was.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from shardwise.functions import may_write, writes_first, written
 from shardwise.torch_private.tensors import storage_id, storage_users
 
 Run = Callable[[], Any]
-Done = dict[Hashable, Any]  # results of calls, by what tells them apart
-Targets = Sequence[tuple[str, torch.Tensor]]  # what a call writes into, and what to call it in a message
-_SETS_MEMORY = {"__set__", "set_"}  # writes that cannot be tried and taken back
+Done = dict[Hashable, Any]  # results of calls, by the key of the call
+Targets = Sequence[tuple[str, torch.Tensor]]  # what a call writes into, each with a name for messages
+_SETS_MEMORY = {"__set__", "set_"}  # writes that cannot be undone
 
 
 class DifferentWritesError(LayoutError):
@@ -28,7 +28,7 @@ class DifferentWritesError(LayoutError):
 
 
 def place(value: torch.Tensor) -> Hashable:
-    """What two tensors have in common if they are the same elements in memory. Empty ones are nobody's."""
+    """A key that is equal for tensors that are the same elements in memory; a new one for every empty tensor."""
     if not value.numel():
         return id(value)
     return storage_id(value), value.storage_offset(), value.dtype, value.shape, value.stride(), value.is_conj()
@@ -49,7 +49,7 @@ def run_writes(func: object, calls: Mapping[Hashable, tuple[Run, Targets]], need
         by_memory.setdefault(tuple(place(t) for _, t in targets), []).append(key)
     seen: set[Hashable] = set()
     for places in by_memory:
-        if not seen.isdisjoint(places):  # a part of what one call writes belongs to another call too
+        if not seen.isdisjoint(places):  # two calls write to tensors that overlap in part
             refuse(func, calls[by_memory[places][0]][1])
         seen.update(places)
     for keys in by_memory.values():
@@ -74,7 +74,7 @@ def run_writes(func: object, calls: Mapping[Hashable, tuple[Run, Targets]], need
 
 
 class _Memory:
-    """Some tensors, what they held before the first call, and what they hold after each: the same, or it is wrong."""
+    """Some tensors, their values before the first call, and after each call, which must all be equal."""
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
         self.tensors = list(tensors)
@@ -85,10 +85,11 @@ class _Memory:
         for tensor, value in zip(self.tensors, self.before, strict=True):
             if tensor.shape != value.shape:  # an `out` was resized
                 tensor.data = value.clone()
-            tensor.data.copy_(value)  # not counted as a write: autograd may have saved it
+            # through `.data`, so that autograd does not count a write: it may have saved the tensor
+            tensor.data.copy_(value)
 
     def is_as_after(self) -> bool:
-        """Whether they hold what they held after the call before."""
+        """Whether they hold the same as after the previous call."""
         if self.after is None:
             self.after = [t.detach().clone() for t in self.tensors]
         return all(map(_is_same, self.tensors, self.after))
@@ -110,7 +111,7 @@ def refuse(func: object, targets: Targets, needs_grad: bool = False) -> NoReturn
 
 
 def run_unknown(func: object, runs: Mapping[Hashable, Run], plain: Sequence[torch.Tensor]) -> Done:
-    """The result of each call of a function that does not say what it writes: it may not write into `plain`."""
+    """The result of each call of a function whose writes are unknown: it must not write into `plain`."""
     versions = [t._version for t in plain]
     done: Done = {}
     for key, run in runs.items():
@@ -123,8 +124,8 @@ def run_unknown(func: object, runs: Mapping[Hashable, Run], plain: Sequence[torc
 
 # -- functions of the program, which may write into tensors that they were not given -------------------------------
 class Watch(TorchFunctionMode):
-    """Sees the writes of a function, run for one rank after the other, into tensors that are not the rank's own. A
-    rank's own tensors are those that it was given and those that the function made."""
+    """Observes the writes of a function, which is run rank by rank, into tensors that are not the rank's own. A rank's
+    own tensors are its arguments and those that the function made."""
 
     def __init__(self, func: object) -> None:
         super().__init__()
@@ -134,7 +135,7 @@ class Watch(TorchFunctionMode):
         self.turns = 0
 
     def run(self, call: Run, given: Iterable[torch.Tensor]) -> Any:
-        """The result of one rank's call. What it wrote outside is noted and put back to what it was."""
+        """The result of one rank's call. Its writes into other tensors are noted and undone."""
         self.own = {storage_id(t) for t in given}
         try:
             with self:
@@ -143,7 +144,7 @@ class Watch(TorchFunctionMode):
             self._restore()
             raise
         self.turns += 1
-        # what nobody has any more was made by the function, in a way that no mode sees
+        # tensors that are freed by now were made by the function, in a way that no mode sees
         self.outside = {key: one for key, one in self.outside.items() if storage_users(one.memory) > 1}
         for one in self.outside.values():
             one.after.append(one.memory.clone())
@@ -151,7 +152,7 @@ class Watch(TorchFunctionMode):
         return result
 
     def settle(self) -> None:
-        """Write what all ranks wrote, once; raise if they did not write the same."""
+        """Write what all ranks wrote, once. Raise if they wrote different values."""
         for one in self.outside.values():
             if len(one.after) < self.turns or not all(torch.equal(one.after[0], value) for value in one.after):
                 refuse(self.func, [("a tensor from outside of the function", one.example)])
@@ -189,7 +190,7 @@ class Watch(TorchFunctionMode):
 
 
 class _Outside:
-    """Memory that is not a rank's own: what it held before, and after each rank's call."""
+    """Memory that is not a rank's own: its content before, and after each rank's call."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         with torch.inference_mode(False), torch.no_grad():

@@ -49,7 +49,7 @@ _DTYPES = sorted({str(value) for value in vars(torch).values() if isinstance(val
 
 
 class PlainComm(Comm):
-    """A backend that plays one rank, or none: a local value is a plain tensor."""
+    """Base of the backends that have one rank, or none, in this process: a local value is a plain tensor."""
 
     simulated = False
 
@@ -112,7 +112,7 @@ class ProcessGroupComm(PlainComm):
         return {c: (_DTYPES[row[0]], tuple(row[2 : 2 + row[1]])) for c, row in zip(grid, rows, strict=True)}
 
     def _all_rows(self, row: list[int], device: torch.device) -> list[list[int]]:
-        """Everyone's row of ints. Ranks that a fake group plays have this one's."""
+        """The rows of integers of all ranks. With a fake group, all others have this rank's row."""
         if dist.get_backend(self.group(0)) == "fake":
             return [row] * math.prod(self.shape)
         table = torch.tensor(row, device=self._device_mesh.device_type if device.type == "meta" else device)
@@ -181,7 +181,7 @@ class ProcessGroupComm(PlainComm):
         return self._groups[key]
 
     def along(self, axes: Sequence[int]) -> Along:
-        """Everyone along the axes, in the order of their ranks in the group."""
+        """All ranks along the axes, in the order of the group."""
         key = tuple(axes)
         found = self._alongs.get(key)
         if found is None:
@@ -201,7 +201,7 @@ class ProcessGroupComm(PlainComm):
 
     def _rank(self, coords: Coords) -> int:
         found = self._ranks.get(coords)
-        if found is None:  # a DeviceMesh works its ranks out anew each time
+        if found is None:  # a DeviceMesh computes its ranks anew each time
             with without_fake_mode(), unwritten():
                 row = self._device_mesh.mesh.tolist()  # an index would be an op, which torch.fx would trace
             for c in coords:
@@ -218,12 +218,13 @@ class ProcessGroupComm(PlainComm):
         return list(itertools.product(*ranges))
 
     def guard(self, kind: str, axes: Sequence[int], note: Note | None = None, what: Sent | None = None) -> Guard:
-        """What a collective on these axes runs inside of; without a note, on behalf of the step that runs now."""
+        """The guard that a collective on these axes runs inside of. Without a note, it is on behalf of the step that
+        runs now."""
         key = tuple(axes)
         found = self._places.get(key)
         if found is None:
             names = "+".join(self.axis_names[a] for a in axes)
-            if tracing_mode() is not None:  # who takes part could not even be asked
+            if tracing_mode() is not None:  # while tracing, the participants are unknown
                 refuse_tracing(kind, f"mesh axis {names!r}")
             along = self.along(axes)
             where = f"mesh axis {names!r} ({len(along.ranks)} ranks)"
@@ -243,7 +244,7 @@ class ProcessGroupComm(PlainComm):
             return torch.stack(self._gather(axes, local.contiguous()))
 
     def _gather(self, axes: Sequence[int], mine: torch.Tensor) -> list[torch.Tensor]:
-        """Everyone's tensor, all of one shape, in the order of coordinates."""
+        """The tensors of all ranks, all of one shape, in the order of coordinates."""
         everyone, shape = len(self._everyone(axes)), tuple(mine.shape)
         if self.group(axes) is None:
             return self._swap(axes, [mine] * everyone, [shape] * everyone)
@@ -302,8 +303,8 @@ class ProcessGroupComm(PlainComm):
         return out, finish
 
     def _is_pair(self, axes: Sequence[int]) -> bool:
-        """Whether two ranks that gloo connects reduce: each sends the other all it has, which is as many bytes as
-        gloo's own all-reduce takes, and sooner there."""
+        """Whether the reduction is between two ranks on gloo. Then each sends the other all it has: as many bytes as in
+        gloo's own all-reduce, but faster."""
         along = self.along(axes)
         return len(along.ranks) == 2 and along.group is not None and along.backend == "gloo"
 
@@ -329,8 +330,8 @@ class ProcessGroupComm(PlainComm):
         return out, wait, works
 
     def _reduced_here(self, mine: torch.Tensor, axes: Sequence[int], reduce_op: str) -> torch.Tensor:
-        """For what no backend reduces, and ranks without a group: everyone gets a share of all parts, reduces it and
-        hands it to the others."""
+        """An all-reduce for dtypes and reductions that no backend has, and for ranks without a group: each rank gets
+        its share of all parts, reduces it and sends it to the others."""
         everyone = self._everyone(axes)
         shares = list(mine.reshape(-1).tensor_split(len(everyone)))
         own = tuple(shares[everyone.index(self.coords)].shape)
@@ -341,7 +342,8 @@ class ProcessGroupComm(PlainComm):
     def _swap(
         self, axes: Sequence[int], parts: Sequence[torch.Tensor], shapes: Sequence[tuple[int, ...]]
     ) -> list[torch.Tensor]:
-        """A part for each rank along the axes, and what each of them has for this one; in the order of coordinates."""
+        """Send a part to each rank along the axes, and return what each of them sent to this one, in the order of
+        coordinates."""
         dtype = parts[0].dtype
         order, along = self._by_group(axes), self.along(axes)
         wires = [as_wire(parts[i]) for i in order]
@@ -359,12 +361,12 @@ class ProcessGroupComm(PlainComm):
 
 
 def _is_ordered(x: torch.Tensor, op: str) -> bool:
-    """Whether it is reduced as integers of the same order."""
+    """Whether the reduction runs on integers that have the same order as the values."""
     return x.is_floating_point() and op in ("max", "min")
 
 
 def _reducible(x: torch.Tensor, op: str) -> torch.Tensor | None:
-    """`x` as something the backend reduces natively, or None."""
+    """`x` in a form that the backend can reduce, or None."""
     if op not in _REDUCE:
         return None
     if x.is_complex():
@@ -373,7 +375,7 @@ def _reducible(x: torch.Tensor, op: str) -> torch.Tensor | None:
 
 
 def _ordered(x: torch.Tensor, op: str) -> torch.Tensor:
-    """Floats as integers of the same order, with NaN the winner of the reduction: backends lose NaNs in max and min."""
+    """Floats as integers of the same order, in which NaN wins the reduction: backends lose NaNs in max and min."""
     x = x if x.dtype == torch.float64 else x.float()
     bits = x.contiguous().view(torch.int64 if x.dtype == torch.float64 else torch.int32)
     limits = torch.iinfo(bits.dtype)

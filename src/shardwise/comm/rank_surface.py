@@ -1,4 +1,5 @@
-"""What a RankTensor answers as a whole: shape, gradient and value, where the ranks agree; backward, hooks, memory."""
+"""The methods of a RankTensor that are not run rank by rank: shape, gradient and value, on which the ranks must agree,
+and backward, hooks and memory."""
 
 from __future__ import annotations
 
@@ -63,7 +64,7 @@ def _len(self: RankTensor) -> int:
 
 
 def _data_ptr(self: RankTensor) -> int:
-    """Where its memory is; 0 where every rank has its own, as torch says of tensors without a memory."""
+    """The address of its memory; 0 where every rank has its own, as torch reports for tensors without memory."""
     places = {v.data_ptr() for v in self.ranks}
     return places.pop() if len(places) == 1 else 0
 

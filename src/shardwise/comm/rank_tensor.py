@@ -25,8 +25,8 @@ from shardwise.torch_private.tensors import make_wrapper, storage_users
 
 
 class PerRank(tuple):
-    """One plain, hashable value per rank, where a local function takes one value. A program may get one for something
-    that is no tensor and differs between ranks; it then takes that of one rank."""
+    """One plain, hashable value per rank, in the place of one value in a call that runs rank by rank. A program gets
+    one for a result that is no tensor and differs between ranks: it must then choose a rank."""
 
     def __bool__(self) -> bool:
         raise LayoutError(f"the ranks differ: {tuple(self)}; a program that runs once for all of them cannot decide by "
@@ -37,7 +37,7 @@ class PerRank(tuple):
         raise AttributeError(f"{name}: each simulated rank has its own {kind}; take that of rank i: value[i].{name}")
 
 
-SURFACE: dict[object, Callable[..., Any]] = {}  # what a RankTensor answers as a whole: `rank_surface.py`
+SURFACE: dict[object, Callable[..., Any]] = {}  # methods that are not run rank by rank: see `rank_surface.py`
 
 
 class RankTensor(torch.Tensor):
@@ -48,7 +48,8 @@ class RankTensor(torch.Tensor):
     """
 
     ranks: tuple[torch.Tensor, ...]
-    copies = False  # whether those who share a tensor hold copies of it: each gets the gradient, nobody the sum
+    # whether ranks that share a tensor hold copies of it: then each gets the gradient, and none gets the sum
+    copies = False
 
     @staticmethod
     def __new__(cls, ranks: Sequence[torch.Tensor]) -> RankTensor:
@@ -68,7 +69,7 @@ class RankTensor(torch.Tensor):
         if surface is not None:
             return surface(*args, **(kwargs or {}))
         if len(types) > 1 and not all(issubclass(cls, kind) for kind in types):
-            return NotImplemented  # a distributed tensor says what it thinks of meeting a local one
+            return NotImplemented  # a distributed tensor decides itself how to treat a local one
         if is_list_op(func) and writes_first(func):
             return _write_positions(func, args, kwargs or {})
         try:
@@ -106,7 +107,7 @@ _WHOSE = "each simulated rank ran it on what it holds itself"
 
 
 def _say_whose(error: Exception, func: object, given: object) -> None:
-    """A note to torch's error about shapes, which says whose shapes they are."""
+    """Add a note to torch's error about shapes that says which rank has these shapes."""
     if any(_WHOSE in note for note in getattr(error, "__notes__", ())):
         return
     tensors = [x for x in tree_flatten(given)[0] if isinstance(x, torch.Tensor)]
@@ -129,7 +130,7 @@ def _check_ranks(ranks: object) -> None:
 
 
 def common(local: RankTensor, read: Callable[[torch.Tensor], Any], what: str) -> Any:
-    """What all ranks agree on; an error that says what to read instead if they do not."""
+    """The value on which all ranks agree. If they do not, an error that says what to read instead."""
     values = [read(v) for v in local.ranks]
     if any(v != values[0] for v in values):
         raise LayoutError(f"the ranks differ in {what}: {values}; read it off .ranks[i] for rank i")
@@ -165,8 +166,9 @@ def map_ranks(
     keys: Sequence[tuple[Hashable, ...]] | None = None,
     watched: bool = False,
 ) -> Any:
-    """`func` on each rank's values. Ranks whose inputs are the same objects (and keys equal) share one call. Without
-    keys it is the program that calls. A `watched` function may write into tensors that it was not given."""
+    """Run `func` on each rank's values. Ranks with the same objects as arguments, and equal keys, share one call.
+    Without keys, the call is one of the program itself. A `watched` function may write into tensors that are not its
+    arguments."""
     many = [*_many_in(args), *_many_in(kwargs)]
     tensors = [x for x in many if isinstance(x, RankTensor)]
     copies = any(x.copies for x in tensors)
@@ -199,7 +201,7 @@ def map_ranks(
     else:
         done = {key: run(rank) for key, rank in first.items()}
     results = [done[key] for key in which]
-    for _, target in targets:  # a call that returns what it wrote into returns the object itself
+    for _, target in targets:  # a call that returns the tensor it wrote to must return the same object
         held = target.ranks if isinstance(target, RankTensor) else (target,) * len(results)
         if all(result is value for result, value in zip(results, held, strict=True)):
             return target
@@ -217,7 +219,7 @@ def _several_groups(keys: Sequence[tuple[Hashable, ...]]) -> bool:
 def _call_key(
     rank: int, func: object, many: Sequence[Any], targets: Targets, keys: Sequence[Hashable] | None
 ) -> Hashable:
-    """What tells calls apart: ranks with equal keys share one."""
+    """The key of a rank's call: ranks with equal keys share one call."""
     if func in _IN_PLACE:
         return id(many[0].ranks[rank])  # once a value, like a write
     if keys is None:
@@ -237,8 +239,8 @@ def _run_writes(
     tensors: Sequence[RankTensor],
     may_part: bool,
 ) -> Done:
-    """The calls of an op that writes. Ranks that share what they write into must write the same. If they do not, and
-    nobody else uses that memory, each rank gets a copy of its own."""
+    """Run an op that writes. Ranks that share the tensor they write to must write the same. If they do not, and nothing
+    else uses that memory, each rank gets its own copy."""
     calls = {
         key: (functools.partial(run, rank), [(what, _at(t, rank)) for what, t in targets])
         for key, rank in first.items()
@@ -269,8 +271,8 @@ def _as_copies(call: object, taken: set[int]) -> Any:
 
 
 class _Copy(torch.autograd.Function):
-    """A copy of a tensor that another call has taken already, without a gradient: of equal gradients, one is passed
-    on."""
+    """A copy of a tensor that another call has taken already. It passes no gradient on: all copies get the same
+    gradient, and one of them is enough."""
 
     generate_vmap_rule = True
 
@@ -292,7 +294,7 @@ class _Copy(torch.autograd.Function):
 
 
 class _Recorded(torch.autograd.Function):
-    """A result without gradient, recorded as if it came from the other tensor."""
+    """A result without a graph, recorded by autograd as if it came from the other tensor."""
 
     @staticmethod
     def forward(value: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
@@ -323,7 +325,8 @@ def _write_positions(
     kwargs: dict[str, Any],
     keys: Sequence[tuple[Hashable, ...]] | None = None,
 ) -> None:
-    """A list op that writes, one position after the other: ranks may share what is in one and not in another."""
+    """Run a list op that writes, position by position: ranks may share the tensor at one position and not at
+    another."""
     count = _count_positions(args, kwargs)
     for j in range(count):
         at = lambda a, j=j: a[j : j + 1] if isinstance(a, (list, tuple)) and len(a) == count else a  # noqa: E731
@@ -337,8 +340,8 @@ def _count_positions(args: Sequence[object], kwargs: Mapping[str, object]) -> in
 def map_positions(
     func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], keys: Sequence[tuple[Hashable, ...]]
 ) -> Any:
-    """A list op. Its positions are calls of their own, each shared by the ranks that hold the same tensors there.
-    Positions that are shared alike go in one call."""
+    """Run a list op. Each position is a call of its own, shared by the ranks that hold the same tensors there.
+    Positions that are shared by the same ranks go in one call."""
     if writes_first(func) and _several_groups(keys):
         targets = [unique(target.ranks) for target in args[0]]
         if any(len(set(map(place, values))) < len(values) for values in targets):
@@ -358,7 +361,7 @@ def map_positions(
         long = isinstance(value, (list, tuple)) and len(value) == count
         return _at([value[j] for j in positions] if long else value, rank)
 
-    # torch records a list op for all positions if it does for one: so do several calls in place of one
+    # torch records a list op at all positions if it does at one, and so must several calls in place of one
     anchors = [v for t in tensors if isinstance(t, RankTensor) for v in t.ranks if v.requires_grad][:1]
     recorded = bool(anchors) and len(alike) > 1 and torch.is_grad_enabled() and not writes_first(func)
 
@@ -378,7 +381,7 @@ def map_positions(
 
 
 def _many_in(value: object) -> Iterator[Any]:
-    """The values that differ between ranks, containers looked into."""
+    """The values that differ between ranks, also inside of containers."""
     if isinstance(value, (RankTensor, PerRank)):
         yield value
     elif isinstance(value, (list, tuple)):

@@ -1,9 +1,9 @@
-"""The record of what was communicated: every exchange passes here, forward and backward.
+"""The record of communication: every exchange, forward and backward, reports to this file.
 
 Each thread has a list of the recorders (ledgers) that are open in it. An autograd node keeps the list of the thread
 that made it and records its backward there too (`recording_to`), so a ledger sees the backward passes of all that
-happened inside of it, in whichever thread they run. Of what hooks do on a thread of autograd's own, nobody knows whose
-program it is: all open recorders take it.
+happened inside of it, in whichever thread they run. What hooks do on one of autograd's own threads cannot be assigned
+to a recorder, so all open recorders take it.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ class Entry:
 
 
 class Recorder:
-    """Takes every entry from `open` to `close`, in the thread that opened it and in backward passes of its graphs."""
+    """Takes every entry between `open` and `close`, from the thread that opened it and from backward passes of its
+    graphs."""
 
     def __init__(self, take: Callable[[Entry], None]) -> None:
         self._take = take
@@ -73,7 +74,7 @@ class Recorder:
         self._list = None
 
     def add(self, entry: Entry) -> None:
-        """Take an entry. A backward pass may still know a recorder that is closed: that one takes nothing."""
+        """Take an entry. A backward pass may still refer to a closed recorder, which ignores it."""
         if self._list is not None:
             self._take(entry)
 
@@ -99,10 +100,12 @@ _all_open: list[Recorder] = []
 
 
 def recorders() -> list[Recorder]:
-    """The recorders open in this thread: always the same list, so that who keeps it sees what is opened later."""
+    """The recorders that are open in this thread. It is always the same list object, so a copy of the reference sees
+    recorders that are opened later."""
     found = of_thread.recorders
     if found is None:
-        if current_node() is not None:  # in a backward pass of a thread that made no graph: autograd's own
+        # a backward pass in a thread that made no graph is in one of autograd's own threads
+        if current_node() is not None:
             return _all_open
         found = of_thread.recorders = []
     return found
@@ -110,8 +113,8 @@ def recorders() -> list[Recorder]:
 
 @contextmanager
 def recording_to(kept: list[Recorder]) -> Iterator[None]:
-    """Inside, what is communicated is recorded by those in `kept` too: the list of the thread that made a graph, around
-    the backward pass of that graph, which may run in another thread."""
+    """In this context, communication is recorded by the recorders in `kept`, too. It surrounds a backward pass, which
+    may run in another thread; `kept` is the list of the thread that made the graph."""
     here = of_thread.recorders
     if kept is here or (here is not None and not kept):
         yield
@@ -129,7 +132,7 @@ def for_backward(note: Note, source: str | None) -> Note:
 
 
 class HasAxes(Protocol):
-    """What an entry needs to know of a backend."""
+    """What a record needs to know of a backend."""
 
     @property
     def axis_names(self) -> Sequence[str]: ...
@@ -143,7 +146,7 @@ def record(comm: HasAxes, kind: str, axis: int, received: int, note: Note) -> No
 
 
 def tell(axis: str, kind: str, received: int, note: Note, to: Sequence[Recorder]) -> None:
-    """Tell these recorders of a communication."""
+    """Report a communication to these recorders."""
     entry = Entry(note.op, kind, axis, received, note.source or user_line(), note.backward, note.reason)
     for recorder in tuple(to):
         recorder.add(entry)
@@ -151,15 +154,15 @@ def tell(axis: str, kind: str, received: int, note: Note, to: Sequence[Recorder]
 
 _NOT_THE_USERS = frozenset({"shardwise", "torch", "contextlib", "functools"})
 _MOST_CODES = 1 << 14
-_codes: dict[int, tuple[CodeType, bool]] = {}  # by id, which is the code's for as long as it stands here
+_codes: dict[int, tuple[CodeType, bool]] = {}  # by the id of the code, which the entry keeps alive
 _passed: set[int] = set()  # the ids of those that are not the user's
 _users: set[int] = set()  # and of those that are
 _lines: dict[tuple[int, int], tuple[CodeType, str]] = {}  # by id and instruction: which line that is takes longer
 
 
 def is_of_user(frame: FrameType) -> bool:
-    """Whether a frame is neither ours nor torch's, by the module its code is of: a path says nothing, since users may
-    call their folders as they like and run code that has no file."""
+    """Whether a frame belongs to neither shardwise nor torch. The module of its code decides: a path would not do,
+    since users may name their folders as they like and run code without a file."""
     code = frame.f_code
     known = _codes.get(id(code))
     if known is not None:

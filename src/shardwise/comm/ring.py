@@ -7,7 +7,7 @@ import mmap
 import struct
 import time
 
-# number, entered, left, count, memory in KiB, thread, and what is the same each time that a line does the same thing:
+# number, time of begin, time of end, count, memory in KiB, thread, and what is the same in all records of one place:
 # what, where, clock, module, flags (`kept`)
 RECORD = struct.Struct("<QQQIIHxx20s8x")
 SIZE = 64
@@ -22,7 +22,8 @@ _now = time.monotonic_ns
 
 
 def kept(what: int, where: int, clock: int, module: int, flags: int) -> bytes:
-    """What stays the same in the records of one place of the program: made once, it is one copy per record."""
+    """Pack what stays the same in all records of one place of the program. It is made once and copied into each
+    record."""
     return _KEPT.pack(what, where, clock, module, flags)
 
 

@@ -1,4 +1,4 @@
-"""Few lines for the values of a tensor."""
+"""Prints the values of a tensor in few lines."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from shardwise.layout.split import Intervals, count
 from shardwise.torch_private.tensors import body_of, print_limits
 
 MOST_LINES = 34  # of values, under torch's default options
-_LETTERS = 4  # of an element, at least, or nearly so: `0., `
+_LETTERS = 4  # of the shortest elements, about: `0., `
 
 
 def value_text(value: torch.Tensor) -> str:

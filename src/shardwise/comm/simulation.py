@@ -29,7 +29,8 @@ class SimulatedComm(Comm):
     ) -> None:
         self.shape, self.axis_names = shape, axis_names
         self.grid = tuple(grid)  # coordinates of every simulated rank on the axes of this mesh
-        self.spectators = tuple(spectators)  # what tells ranks of equal coordinates apart (sub-meshes)
+        # per rank: the rest of its coordinates, on axes that a sub-mesh does not have
+        self.spectators = tuple(spectators)
         self._groups: dict[tuple[int, ...], list[list[int]]] = {}
 
     def coords_here(self) -> Sequence[Coords]:
@@ -50,7 +51,8 @@ class SimulatedComm(Comm):
         return PerRank(of(coords) for coords in self.grid)
 
     def _keys(self, axes: Sequence[int]) -> list[tuple[Hashable, ...]]:
-        """What tells the calls of ranks apart, beside what they hold: the group, and the coordinates on `axes`."""
+        """The keys of the ranks' calls: the group, and the coordinates on `axes`. Ranks with equal keys and equal
+        values share a call."""
         ranks = zip(self.spectators, self.grid, strict=True)
         return [(spectator, *(coords[a] for a in axes)) for spectator, coords in ranks]
 
@@ -178,9 +180,10 @@ class SimulatedComm(Comm):
 
     # -- collectives ----------------------------------------------------------------------------------------
     def per_group(self, func: OnGroup, local: RankTensor, axes: Sequence[int]) -> RankTensor:
-        """`func(values, coordinates)` for each group of ranks along the axes: what each of them holds afterwards.
+        """Run `func(values, coordinates)` for each group of ranks along the axes. It returns what each rank of the
+        group holds afterwards.
 
-        Groups that hold the same objects do the same work: it is done once."""
+        Groups that hold the same objects share one call."""
         values = local.ranks
         out: list[Any] = [None] * len(values)
         shared: dict[Any, Any] = {}
@@ -198,7 +201,7 @@ class SimulatedComm(Comm):
         return self.per_group(lambda values, coords: list(map(func, values, coords)), local, axes)
 
     def all_reduce(self, local: RankTensor, axes: Sequence[int], reduce_op: str) -> RankTensor:
-        reduced = lambda values, coords: [reduce_parts([v.contiguous() for v in values], reduce_op)] * len(values)  # noqa: E731
+        reduced = lambda values, coords: [reduce_parts([v.contiguous() for v in values], reduce_op)] * len(values)
         return self.per_group(reduced, local, axes)
 
     def stack(self, local: RankTensor, axes: Sequence[int]) -> RankTensor:
@@ -206,7 +209,7 @@ class SimulatedComm(Comm):
 
 
 def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors hold the same numbers, NaN being the same as NaN. Without values they do."""
+    """Whether two tensors hold the same numbers; NaN equals NaN. Tensors without values are equal."""
     if one is other or one.is_meta:
         return True
     with torch.no_grad():

@@ -1,7 +1,8 @@
-"""Who is blocked, and why. A thread of this process looks at the collectives that its other threads are in.
+"""Finds out which ranks are blocked, and why. A thread of each process looks at the collectives that the other threads
+are in.
 
-One that takes longer than usual is told to the other ranks (`peers.py`), whose words are read in turn. Where they show
-that it cannot end, its group is broken up, so that it raises at once and with the reason:
+If one takes longer than usual, the thread reports that to the other ranks (`peers.py`) and reads their reports. Where
+these show that the collective cannot end, its group is broken up, so that it raises at once and with the reason:
 
 - a rank it waits for has failed, has come to the end of its program, or is gone;
 - all ranks that it waits for, and that those wait for, are blocked too, and no collective has all its ranks: the ranks
@@ -46,26 +47,26 @@ if TYPE_CHECKING:
     from shardwise.comm.guard import Guard
 
 TICK_SECONDS = 0.25
-BLOCKED_SECONDS = 0.75  # a collective that takes longer is told to the others
-SURE_SECONDS = 1.0  # for which the ranks must stand still
-GRACE_SECONDS = 5.0  # for a rank with an error, which its program may have caught, to go on
+BLOCKED_SECONDS = 0.75  # a collective that takes longer is reported to the others
+SURE_SECONDS = 1.0  # the ranks must be blocked at the same place for so long
+GRACE_SECONDS = 5.0  # the time that a rank with an error gets to go on: its program may have caught the error
 _NOBODY = 0x60000003  # a tag that no message has
-_LONGEST = 600  # characters of an error that others are told
+_LONGEST = 600  # characters of an error that is reported to others
 
 
 class Errors:
-    """The errors of this rank that others may have to hear of, unless it goes on to communicate."""
+    """The errors of this rank. The other ranks must learn of them, unless it goes on to communicate."""
 
     def __init__(self) -> None:
         self.count = 0
         self.standing = False  # whether there is one since the last collective
-        self.told = False
+        self.has_reported = False
         self.text, self.at = "", 0.0
         self.last = 0  # the id of the error
 
     def add(self, op: str, error: BaseException, inside: bool = False, own: bool = False) -> None:
-        """Take note of an error of an op, and let the others know. They act on it if they wait for this rank in vain
-        for a while; on one `inside` of a collective, at once. A CommError is mostly the fault of others, unless it is
+        """Note an error of an op and report it. The others act on it once they have waited for this rank for a while,
+        or at once if it was raised `inside` a collective. A CommError is mostly caused by other ranks, unless it is
         this rank's `own`."""
         if watch.thread is None or (isinstance(error, CommError) and not own) or id(error) == self.last:
             return
@@ -73,30 +74,30 @@ class Errors:
         self.text, self.at, self.standing = text_of(error, op), time.monotonic(), True
         here = board()
         if here is not None:
-            self.told = True
+            self.has_reported = True
             with suppress(RuntimeError):  # the store is lost: the others will find that out too
                 here.set("error", json.dumps([self.count, self.text, 0.0 if inside else GRACE_SECONDS]))
 
     def stand(self) -> None:
-        """Take note that this rank found a collective broken."""
-        self.at, self.standing, self.told = time.monotonic(), True, True
+        """Note that this rank found a collective broken."""
+        self.at, self.standing, self.has_reported = time.monotonic(), True, True
 
     def forget(self) -> None:
-        """This rank goes on after its error. What it told stands until the others have had time to read it."""
-        here = board() if self.told else None
+        """This rank goes on after its error. Its report is removed once the others have had time to read it."""
+        here = board() if self.has_reported else None
         if here is not None:
             if time.monotonic() - self.at < 2 * PATIENCE_SECONDS:
                 return
             here.set("error", "")
             here.go_on()
-        self.standing, self.told, self.last = False, False, 0
+        self.standing, self.has_reported, self.last = False, False, 0
 
 
 errors = Errors()
 
 
 def text_of(error: BaseException, op: str = "") -> str:
-    """What others are told of an error."""
+    """The text by which an error is reported to others."""
     walk = list(traceback.walk_tb(error.__traceback__))
     line = next((f"{f.f_code.co_filename}:{n}" for f, n in reversed(walk) if is_of_user(f)), None)
     said = f"{type(error).__name__}: {error}"[:_LONGEST]
@@ -109,13 +110,15 @@ class Watch:
     def __init__(self) -> None:
         self.thread: threading.Thread | None = None
         self._stop = threading.Event()
-        self._error: BaseException | None = None  # with which this process ends
+        self._error: BaseException | None = None  # the error that ends this process
         self._since: dict[int, tuple[int, float]] = {}  # by thread: the turn of its collective, and since when
-        self._told = False
-        self.on_blocked: list[tuple[float, Callable[[], None]]] = []  # what is done once, after so many seconds
-        self._shown: set[int] = set()  # turns for which it was
+        self._has_reported = False
+        # (seconds, function): called once when a collective has been blocked for so long
+        self.on_blocked: list[tuple[float, Callable[[], None]]] = []
+        self._shown: set[int] = set()  # the turns for which these were called
         self._beat = 0
-        self._seen: dict[tuple[int, str], tuple[Any, int, float]] = {}  # by rank and word: what, beat, since when
+        # by rank and word: its text, its count of renewals, since when
+        self._seen: dict[tuple[int, str], tuple[Any, int, float]] = {}
 
     def start(self) -> None:
         """Watch, from now on."""
@@ -125,8 +128,9 @@ class Watch:
             self.thread.start()
 
     def end(self, error: BaseException | None) -> None:
-        """Watch no more, and say why this rank comes no more. The watching thread says it: a store may not answer,
-        as a file whose folder was deleted, and a process that ends must not wait for it, nor start a thread."""
+        """Stop watching, and report why this rank ends. The watching thread does it: the store may not answer (for
+        instance a file whose folder was deleted), and a process that ends must neither wait for it nor start a
+        thread."""
         self._error = error
         self._stop.set()
         if self.thread is None or not self.thread.is_alive():
@@ -138,8 +142,8 @@ class Watch:
         while not self._stop.wait(TICK_SECONDS):
             try:
                 self._look()
-            except RuntimeError:  # the store is lost, or the group is being left: nobody can be told anything
-                self._told = False
+            except RuntimeError:  # the store is lost, or the program is leaving the group: nothing can be reported
+                self._has_reported = False
         _tell_end(self._error)
 
     def _look(self) -> None:
@@ -150,13 +154,13 @@ class Watch:
         }
         blocked = {thread: guard for thread, guard in inside.items() if now - self._since[thread][1] > BLOCKED_SECONDS}
         self._show(now)
-        if not blocked and not self._told:
+        if not blocked and not self._has_reported:
             return
         here = board()
         if here is None:
             return
         if not blocked:
-            self._told, self._seen = False, {}
+            self._has_reported, self._seen = False, {}
             here.set("waits", "")
             return
         frames = sys._current_frames()
@@ -166,21 +170,21 @@ class Watch:
             for thread, guard in blocked.items()
         ]
         alive = {thread.ident for thread in threading.enumerate()}
-        rest = (threads & alive) - set(blocked)  # another thread might yet do what others wait for
+        rest = (threads & alive) - set(blocked)  # another thread may still do what the others wait for
         alone = len(rest) <= (1 if not blocked else 0)
         counts = {clock.name: clock.count for clock in clocks.values()}
         here.set("waits", json.dumps([self._beat, alone, calls, counts]))
-        self._told = True
+        self._has_reported = True
         for guard in blocked.values():
             trouble = None if guard.trouble else self._why(here, guard.along.ranks)
             if trouble is not None:
                 how, guard.trouble = trouble
                 here.end(how, guard.trouble)
-            if guard.trouble:  # each time, until its thread has come out
+            if guard.trouble:  # again and again, until its thread has raised
                 break_up(guard.along.group)
 
     def _show(self, now: float) -> None:
-        """Have a collective that takes too long told to people."""
+        """Call the `on_blocked` functions for collectives that take too long."""
         for limit, tell in self.on_blocked[:]:
             late = {turn for turn, since in self._since.values() if now - since > limit} - self._shown
             if late:
@@ -197,14 +201,14 @@ class Watch:
             return None
         for calls, _ in blocked.values():
             if any(all(_has_come(call, *blocked[peer]) for peer in call[3]) for call in calls):
-                return None  # this one has all it needs of its ranks: it is only slow
+                return None  # all ranks of this collective have come: it is only slow
         return "verdict", (
             f"the ranks wait for each other, because they run different programs: {places_of(here, blocked)}. "
             f"shardwise.debug.check_ranks() finds the first place where they differ"
         )
 
     def _ended(self, here: Board, ranks: tuple[int, ...]) -> str:
-        """Those of the ranks that come no more, and why."""
+        """The ranks that will not come any more, and why."""
         for rank in ranks:
             if rank == here.rank:
                 continue
@@ -218,8 +222,8 @@ class Watch:
         return ""
 
     def _all_blocked(self, here: Board, ranks: tuple[int, ...]) -> dict[int, Any] | None:
-        """What all these ranks, and those that they wait for, are blocked in, and how many collectives each has come
-        to; None if one of them still runs."""
+        """What these ranks, and all ranks that they wait for, are blocked in, and how many collectives each has
+        reached. None if one of them still runs."""
         found: dict[int, Any] = {}
         queue = list(ranks)
         while queue:
@@ -238,7 +242,8 @@ class Watch:
         return found
 
     def _stands(self, key: tuple[int, str], word: object, seconds: float, beat: int = -1) -> bool:
-        """Whether a rank has been saying the same for so long, and not only because it was stopped."""
+        """Whether a rank has reported the same for that many seconds while it was running (a stopped process does not
+        count)."""
         now = time.monotonic()
         known = self._seen.get(key)
         if known is None or known[0] != word:
@@ -263,8 +268,8 @@ watch = Watch()
 
 
 def break_up(group: Group) -> None:
-    """Make all that is under way in a group of gloo fail: to wait in vain for a message closes all its connections. A
-    peer that has left by itself is of no use for that: its connection fails at once, and the others stay."""
+    """Make all operations under way in a gloo group fail. A wait for a message that times out closes all connections of
+    the group. The peer waited for must be alive: if it has left, only its own connection fails."""
     group = dist.group.WORLD if group is None else group
     try:
         peers = [rank for rank in range(group.size()) if rank != group.rank()]
@@ -275,13 +280,13 @@ def break_up(group: Group) -> None:
             work = group.recv([torch.empty(1, dtype=torch.uint8)], peer, _NOBODY)
             work.wait(datetime.timedelta(milliseconds=1))
         except RuntimeError as error:
-            if "timed out" in str(error).lower():  # which is what it is for
+            if "timed out" in str(error).lower():  # the time-out is the purpose
                 return
 
 
 # -- the end of a process ----------------------------------------------------------------------------------
 def sign_in() -> None:
-    """Let the others know which process this rank is, and have its end told to them."""
+    """Report which process this rank is, and arrange that its end is reported."""
     here = board()
     if here is None or here.size == 1:
         return
@@ -298,14 +303,14 @@ def sign_in() -> None:
 
 
 on_new_clock.append(sign_in)  # ranks that communicate without a mesh, too
-_registered = [-1]  # the number of forks at which the end of this process was seen to
+_registered = [-1]  # the number of forks when the exit handlers of this process were registered
 
 
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
 
 
 class _Hook:
-    """Tells the others of an error that nobody caught, then does what was done before."""
+    """Reports an uncaught error to the other ranks, then calls the previous hook."""
 
     def __init__(self, before: Hook) -> None:
         self.before = before
@@ -316,7 +321,7 @@ class _Hook:
 
 
 class _ThreadHook:
-    """The same for an error that ends a thread: what it was to communicate, others may wait for."""
+    """The same for an error that ends a thread: other ranks may wait for what the thread was to communicate."""
 
     def __init__(self, before: Callable[[threading.ExceptHookArgs], object]) -> None:
         self.before = before
@@ -329,13 +334,13 @@ class _ThreadHook:
 
 
 def _tell_end(error: BaseException | None) -> None:
-    """Say that this rank comes no more."""
+    """Report that this rank has ended."""
     here = board()
     if here is None or here.size == 1:
         return
     if isinstance(error, RuntimeError) and not isinstance(error, CommError) and is_of_peers(error):
         with suppress(RuntimeError):
-            here.end("noticed", text_of(error))  # in a collective that the program makes itself: others hear where
+            here.end("noticed", text_of(error))  # in a collective of the program's own: others learn where
         error.add_note("shardwise: " + who_is_lost(error, range(here.size)).removeprefix("; "))
     if here.ended:
         return
@@ -345,9 +350,9 @@ def _tell_end(error: BaseException | None) -> None:
             return
         known = errors.standing and id(error) == errors.last
         here.end("failed", errors.text if known else text_of(error))
-        if here.rank == 0:  # whose process often holds the store
+        if here.rank == 0:  # rank 0 often holds the store
             _wait_for_readers(here)
-    except RuntimeError:  # the store is gone: nobody is there to be told
+    except RuntimeError:  # the store is gone: nobody can read the report
         pass
 
 

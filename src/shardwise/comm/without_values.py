@@ -1,7 +1,7 @@
 """Tensors without values: shapes, dtypes and lifetimes are true, numbers are not there.
 
-`Absent` is the mode in which such tensors are made. An op whose result depends on numbers (`item`, `nonzero`, ...) asks
-the program's assumptions; without one it raises and says what to assume.
+`Absent` is the mode in which such tensors are made. The result of an op that depends on numbers (`item`, `nonzero`,
+...) is what the program assumes; without an assumption the op raises and says what to assume.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ _HINTS = {
 
 @functools.cache
 def _written_lists(func: Op) -> tuple[tuple[int, str], ...]:
-    """Places and names of the lists of tensors that an op writes to. Without values nobody counts these writes, by
-    which data parallelism sees that an optimizer has stepped."""
+    """Positions and names of the lists of tensors that an op writes to. Without values, torch does not count these
+    writes; but by them data parallelism recognizes that an optimizer has stepped."""
     arguments = enumerate(schema_of(func).arguments)
     return tuple((i, a.name) for i, a in arguments if _is_written(a) and str(a.type) == "List[Tensor]")
 
@@ -75,12 +75,13 @@ class Absent(FakeMode):  # type: ignore[misc]
     def __init__(self, assume: Assumptions | None = None) -> None:
         super().__init__(allow_non_fake_inputs=True)
         self.assume: dict[str, Assumed] = dict(assume or {})
-        self.looked: Callable[[], None] | None = None  # is told whenever the program looks at a value
+        self.looked: Callable[[], None] | None = None  # called whenever the program looks at a value
         self.calls = 0  # how many calls of distributed tensors are under way
-        self.group_of: Callable[..., object] | None = None  # gives process groups, where a script's are played too
+        # returns process groups, where those of a script are simulated, too
+        self.group_of: Callable[..., object] | None = None
 
     def __torch_dispatch__(self, func: Op, types: object, args: Args = (), kwargs: Kwargs | None = None) -> Result:
-        if func is DEVICE and isinstance(args[0], FakeTensor):  # torch's C++ asks for it all the time
+        if func is DEVICE and isinstance(args[0], FakeTensor):  # torch's C++ asks for it very often
             return args[0].device
         name = func.overloadpacket.__name__
         try:
@@ -89,7 +90,8 @@ class Absent(FakeMode):  # type: ignore[misc]
                 torch.autograd.graph.increment_version(args[place] if place < len(args) else (kwargs or {})[said])
             return made if name not in _LOSSES_OF_ROWS else self._loss_of_a_row(made, args)
         except ValueError as error:
-            if func in _VIEWS:  # of a tensor that does not lie in memory so; without values torch raises another kind
+            # a view that the strides do not allow; without values torch raises another kind of error
+            if func in _VIEWS:
                 raise RuntimeError(str(error)) from error
             raise
         except (AsksForValue, HasNoSize):
@@ -110,7 +112,7 @@ class Absent(FakeMode):  # type: ignore[misc]
         return self
 
     def enter(self, value: torch.Tensor) -> torch.Tensor:
-        """A tensor of the program, without its values; gradients find their way back to it."""
+        """A tensor of the program, without its values. Gradients go back to it."""
         if isinstance(value, FakeTensor):
             return value
         if value.requires_grad and torch.is_grad_enabled():
@@ -120,8 +122,8 @@ class Absent(FakeMode):  # type: ignore[misc]
 
     @contextmanager
     def swappable(self) -> Iterator[None]:
-        """Inside, tensors without values can be swapped, as `module.to(...)` does with parameters: torch refuses where
-        anything refers to them weakly, as this mode does that remembers which tensors it made."""
+        """Inside, tensors without values can be swapped, as `module.to(...)` does with parameters: torch refuses that
+        for tensors with weak references, and this mode has weak references to the tensors that it made."""
         swap = torch.utils.swap_tensors
 
         def forgotten_and_swapped(one: torch.Tensor, other: torch.Tensor) -> None:
@@ -134,12 +136,13 @@ class Absent(FakeMode):  # type: ignore[misc]
 
     @contextmanager
     def read_by_numpy(self) -> Iterator[None]:
-        """Inside, `x.numpy()` and `numpy.asarray(x)` give what the program assumes, of tensors without values."""
+        """In this context, `x.numpy()` and `numpy.asarray(x)` of tensors without values return what the program
+        assumes."""
         plain = torch.Tensor.numpy
 
         def numpy(tensor: torch.Tensor, *, force: bool = False) -> Result:
             has_values = getattr(tensor, "fake_mode", None) is not self
-            read = tensor if has_values else told(self, tensor)
+            read = tensor if has_values else assumed_number(self, tensor)
             with without_fake_mode():
                 return plain(read, force=force)
 
@@ -148,7 +151,7 @@ class Absent(FakeMode):  # type: ignore[misc]
 
     @contextmanager
     def deep_copied(self) -> Iterator[None]:
-        """Inside, nobody is warned that torch asks a tensor without values for its address when it is deep-copied."""
+        """In this context, torch does not warn that a deep copy asks a tensor without values for its address."""
         plain = torch.Tensor.__deepcopy__
 
         def deep_copy(tensor: torch.Tensor, memo: dict[int, object]) -> Result:
@@ -295,21 +298,21 @@ def assumption_of(x: torch.Tensor, name: str, asks: str) -> Assumed:
     return mode.assumption(name, None, asks)
 
 
-def told(mode: Absent, value: torch.Tensor) -> torch.Tensor:
-    """A whole value that the program looks at: the number that it assumes, everywhere."""
+def assumed_number(mode: Absent, value: torch.Tensor) -> torch.Tensor:
+    """A whole value that the program looks at: the number that it assumes, in all places."""
     said = mode.assumption("item", value)
     with without_fake_mode(), torch.no_grad():
         return torch.full(tuple(value.shape), _as_dtype(said, value.dtype), dtype=value.dtype, device="cpu")
 
 
 class Elsewhere(TorchFunctionMode):
-    """Inside, tensors that the program asks for on one kind of device are made on another kind, which stands for it.
-    The same holds for autocast."""
+    """In this context, tensors that the program asks for on one kind of device are made on another kind, which stands
+    for it. The same holds for autocast."""
 
     def __init__(self, asked: str, stands: torch.device) -> None:
         super().__init__()
         self.asked, self.stands = asked, stands
-        self._casting: list[ExitStack] = []  # what is undone at the end, for each time that this was entered
+        self._casting: list[ExitStack] = []  # one per time that this context was entered: what to undo at the end
 
     def __enter__(self) -> Result:
         began = torch.autocast.__init__

@@ -1,6 +1,7 @@
-"""Views that had to be copied. In torch a view shares memory with its base; where a view op had to move data, it
-cannot. So a write to such a copy is repeated on its base, and after a write to the base its copies are made again;
-autograd records both. Where `strict` forbids the communication, such writes and uses raise instead.
+"""Views that had to be copied. In torch a view shares memory with its base. Where a view op had to move data, the
+result is a copy and cannot. So a write to such a copy is repeated on its base, and after a write to the base its copies
+are made again. Autograd records both. Where `strict` forbids the communication, such writes, and uses of outdated
+copies, raise instead.
 
 Until the first such copy is made, nothing is stored and a write costs nothing extra.
 """
@@ -31,12 +32,12 @@ class _Copy(NamedTuple):
     tensor: weakref.ref[Wrapper]  # the copy, or a view of it
     name: str  # of the view op
     base: int  # the storage of what it is a copy of
-    kept: StorageWeakRef  # holds the address of that storage, so that no other storage gets the same number
+    kept: StorageWeakRef  # keeps the address of that storage reserved, so that no other storage gets the same number
     source: Wrapper  # the tensor the view op was called on
     again: Callable[[Any], Any]  # calls the view op on another tensor
     of_several: bool  # whether the view op has several results
     unrecorded: bool  # whether it was made where autograd records nothing
-    whole: Wrapper | None  # of a view of a copy: the copy
+    whole: Wrapper | None  # the copy, if `tensor` is a view of a copy
 
 
 _of_base: dict[int, list[_Copy]] = {}  # by the storage the view would have shared
@@ -46,7 +47,7 @@ COPIES: dict[int, list[_Copy]] = {}  # by the storage the copy has; empty in nea
 class _UnderWay(threading.local):
     copies: tuple[
         Wrapper, ...
-    ] = ()  # that this thread is bringing up to date with their bases, or their bases with them
+    ] = ()  # copies that this thread is updating from their bases, or whose bases it is updating
 
 
 _here = _UnderWay()
@@ -66,7 +67,7 @@ def note_copies(
     origin = storage_id_of(source)
     first = next(((c.base, c.kept) for c in COPIES.get(origin, ())), (origin, StorageWeakRef(storage_of(source))))
     for i, copy in enumerate(tree_flatten(result)[0]):
-        if copy is not result:  # one of several: each in memory of its own, and autograd lets us write to it
+        if copy is not result:  # one of several results: each has its own memory, and autograd lets us write to it
             copy._local = copy._layout.mesh.comm.bind(torch.clone)(copy._local)
         several, unrecorded = copy is not result, not torch.is_grad_enabled()
         _note(copy, name, *first, source, functools.partial(again, i=i), several, unrecorded, None)
@@ -85,14 +86,15 @@ def _note(copy: Wrapper, name: str, base: int, *rest: Any) -> None:
 
 
 def copied_from(tensor: Wrapper) -> tuple[Wrapper, Callable[[Any], Any]] | None:
-    """The tensor whose view `tensor` would be, and what takes that view of another; None if it is no such copy."""
+    """The tensor of which `tensor` is a copied view, and a function that takes the same view of another tensor; None if
+    `tensor` is no such copy."""
     entries = COPIES.get(storage_id_of(tensor), ()) if COPIES else ()
     return next(((c.source, c.again) for c in entries if c.tensor() is tensor and c.whole is None), None)
 
 
 def memory_of(tensor: Wrapper) -> tuple[int, int]:
-    """Numbers that two tensors have in common if they share memory in torch: copies of views count as views, and parts
-    of one buffer of this process as different tensors."""
+    """A set of numbers for the memory of a tensor. The sets of two tensors overlap if the tensors share memory in
+    torch: a copy of a view counts as a view, and the parts of one buffer of this process count as different memory."""
     own = storage_id_of(tensor)
     if LOCAL_COPIES:
         own = source_of_local_copy(own)
@@ -101,8 +103,8 @@ def memory_of(tensor: Wrapper) -> tuple[int, int]:
 
 # -- tensors that become others --------------------------------------------------------------------------------------
 def as_it_is(tensor: Wrapper) -> Wrapper:
-    """Another tensor with the same memory, shape and graph. It stays what `tensor` is now, even if `tensor` is changed
-    into another one later."""
+    """Another tensor object with the same memory, shape and graph. It keeps the present state of `tensor`, even if
+    `tensor` is changed into another tensor later."""
     same: Wrapper = wrap(tensor._local, tensor._layout, tensor._offset)
     same._origin = origin_of(tensor)
     return same
@@ -149,8 +151,8 @@ def _forget(table: dict[int, list[_Copy]], key: int, _: object) -> None:
 
 # -- writes ----------------------------------------------------------------------------------------------------------
 def before_write(target: Wrapper, op: str, recorded: bool) -> None:
-    """Raise if `target` is such a copy and its base cannot be written too, or torch would refuse a write to the view
-    that autograd records."""
+    """Raise if `target` is a copied view and the write cannot be repeated on its base, or if torch would refuse a
+    recorded write to the view."""
     for copy in COPIES.get(storage_id_of(target), ())[:1] if COPIES else ():
         if _is_under_way(_root(copy)):
             continue
@@ -189,20 +191,20 @@ def _is_of_leaf(tensor: Wrapper) -> bool:
 
 
 def without_hooks(target: Wrapper) -> None:
-    """Take the hooks off a view that is written next: in torch a written view gets its graph from its base anew, and
-    hooks stay behind with what was computed before."""
+    """Remove the hooks of a view that is about to be written. In torch a written view gets a new graph from its base,
+    and its hooks stay with the old graph."""
     copy = next(iter(COPIES.get(storage_id_of(target), ())), None)
     is_copy = copy is not None and copy.tensor() is target and copy.whole is None
     if copy is not None and is_copy and has_gradient_hooks(target._layout.mesh.comm.first(target._local)):
-        with torch.enable_grad():  # a write that is not recorded leaves a view with its base's graph too
+        with torch.enable_grad():  # also a write that is not recorded gives the view its base's graph
             fresh = copy.again(copy.source)
         became(target, as_it_is(target), fresh)
         target._local = fresh._local
 
 
 def after_write(*targets: Wrapper) -> None:
-    """Repeat the writes of one call to copies on their bases; make the copies of a base again, or under strict() have
-    their use raise. All writes come to the bases before copies are made again: a copy that is made again is lost."""
+    """Repeat the writes of one call to copies on their bases, then make the copies of a written base again (under
+    strict(): have their use raise). All writes go to the bases first, since making a copy again overwrites it."""
     for target in targets:
         if _is_unseen(target):
             origin_of(target).memory.unseen_writes += 1
@@ -225,7 +227,7 @@ def _repeat_on_bases(targets: Sequence[Wrapper]) -> None:
     with _under_way(*(whole for whole, _, _ in wholes.values())):
         for whole, copy, quiet in wholes.values():
             source = copy.source
-            # what is written of a leaf was detached from it
+            # the written view of a leaf was detached from the leaf
             with torch.set_grad_enabled(torch.is_grad_enabled() and not quiet and not _is_of_leaf(source)):
                 (unseen_alias(source) if quiet else source).copy_(_with_view(source, copy.again, whole))
         for whole, copy, quiet in wholes.values():
@@ -234,11 +236,11 @@ def _repeat_on_bases(targets: Sequence[Wrapper]) -> None:
 
 
 def _make_copies_again(storage: int, unseen: bool) -> None:
-    """Have the copies of what is in this memory show what was written there."""
+    """Bring the copies of what is in this memory up to date with what was written there."""
     for copy in list(_of_base.get(storage, ())):
         tensor = copy.tensor()
         if tensor is None or copy.whole is not None or _is_under_way(tensor):
-            continue  # views of a copy see what it sees
+            continue  # views of a copy are up to date if the copy is
         if is_strict():
             _make_stale(storage, tensor)
         elif unseen:
@@ -250,7 +252,7 @@ def _make_copies_again(storage: int, unseen: bool) -> None:
 
 
 def _is_unseen(target: Wrapper) -> bool:
-    """Whether autograd does not see what is written there: it is ``.data`` of a tensor, or a view of that."""
+    """Whether autograd does not notice writes to this tensor: it is ``.data`` of a tensor, or a view of that."""
     origin = target._origin
     return origin is not None and origin.memory is not origin
 
@@ -266,8 +268,8 @@ def unseen_alias(tensor: Wrapper) -> Wrapper:
 
 
 def _beside(source: Wrapper) -> Wrapper:
-    """`source`; where that is a view of something, another view of the same. After a write torch takes views of a view
-    from what that one is a view of, so that gradients go there and not through the view."""
+    """`source`, or, if that is a view, another view of the same base. After a write, torch makes views of a view anew
+    from the base, so that gradients go to the base and not through the view."""
     comm, local = source._layout.mesh.comm, source._local
     values = comm.values(local)
     if not torch.is_grad_enabled() or all(v._base is None or not v.requires_grad for v in values):
@@ -284,7 +286,7 @@ def _take_again(copy: Wrapper, value: Wrapper) -> None:
     if not any(overlaps(mine) for mine, _ in pairs):
         copy.copy_(value)
         return
-    for mine, now in pairs:  # windows that overlap: what they are views of is written, each element once
+    for mine, now in pairs:  # overlapping windows: write to their base, each element once
         base, fresh = mine._base, now._base
         if base is None or fresh is None:
             mine.copy_(now)
@@ -317,7 +319,7 @@ def _is_under_way(copy: Wrapper) -> bool:
 
 
 def _make_stale(storage: int, tensor: Wrapper) -> None:
-    """Have the next use of a copy, and of its views, raise."""
+    """Make the next use of a copy, or of its views, raise."""
     stale = [copy for copy in _of_base[storage] if _root(copy) is tensor]
     _of_base[storage] = [copy for copy in _of_base[storage] if _root(copy) is not tensor]
     for copy in stale:
@@ -327,12 +329,12 @@ def _make_stale(storage: int, tensor: Wrapper) -> None:
 
 
 def _with_view(source: Wrapper, again: Callable[[Any], Any], value: Wrapper) -> torch.Tensor:
-    """`source` with `value` in place of its view: the gradient of the view op puts each element where it belongs."""
+    """`source` with `value` in the place of its view. The gradient of the view op brings each element to its place."""
     reals = {t.dtype.to_real() if t.dtype.is_complex else t.dtype for t in (value, source)}
     if value.dtype.is_complex != source.dtype.is_complex and len(reals) == 1:
         return _with_numbers(source, again, value)
     if value.dtype != source.dtype:
-        return value.view(source.dtype)  # the same bytes, of which there is no gradient
+        return value.view(source.dtype)  # a view of the same bytes as another dtype, which has no gradient
     recorded = torch.is_grad_enabled() and value.requires_grad
 
     def back(seed: Any) -> Any:
@@ -357,14 +359,14 @@ def _with_view(source: Wrapper, again: Callable[[Any], Any], value: Wrapper) -> 
         placed = back(value)
     elif value.dtype.itemsize < 8:
         placed = back(value.double())
-    else:  # 64 bits do not fit into the 53 of a double: in halves
+    else:  # 64-bit integers do not fit into a double (53 bits): in two halves
         high, low = back((value >> 32).double()), back((value & 0xFFFFFFFF).double())
         placed = (high.to(value.dtype) << 32) | low.to(value.dtype)
     return torch.where(times > 0, placed.to(source.dtype), source)
 
 
 def _with_numbers(source: Wrapper, again: Callable[[Any], Any], value: Wrapper) -> torch.Tensor:
-    """The same where a view shows real numbers of complex ones, or the other way round: by pairs of real numbers."""
+    """The same where the view shows complex numbers as real ones, or the other way round: on pairs of real numbers."""
     if value.dtype.is_complex:
         return _with_view(source, lambda x: torch.view_as_real(again(x)), _pairs(value))
     return torch.view_as_complex(
@@ -377,7 +379,8 @@ def _pairs(tensor: Wrapper) -> Wrapper:
 
 
 class _Stale:
-    """In place of the layout of a copied view whose base was written: no plan has it, and reading it raises."""
+    """Takes the place of the layout of a copied view whose base was written. It is the key of no plan, and reading it
+    raises."""
 
     def __init__(self, name: str) -> None:
         self.name = name

@@ -1,8 +1,8 @@
 """torch.autocast, which casts the arguments of some ops before it calls them.
 
-Where each rank calls the same op on its local tensors, autocast does the same there. It does not where an operand is a
-Partial sum, which must be summed before it is rounded, nor where the op is computed by a program of other ops. Then we
-cast first and run the call with autocast off.
+Where each rank calls the same op on its local tensors, autocast does the same there. This is wrong where an operand is
+a Partial sum, which must be summed before it is rounded, and where the op is computed by a program of other ops. There
+we cast first, and run the call with autocast off.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ _DEVICES = ("cpu", "cuda")
 
 
 def state() -> tuple[Any, ...]:
-    """What autocast does now, for the key of a plan: the dtype it casts to, per device where it is on."""
+    """The present state of autocast, for the key of a plan: per device where it is on, the dtype it casts to."""
     return tuple(torch.get_autocast_dtype(device) for device in _DEVICES if torch.is_autocast_enabled(device))
 
 
 @contextmanager
 def off() -> Iterator[None]:
-    """Autocast is off inside: what there was to cast has been cast."""
+    """In this context autocast is off: its casts are done already."""
     devices = [device for device in _DEVICES if torch.is_autocast_enabled(device)]
     try:
         for device in devices:
@@ -45,7 +45,7 @@ def off() -> Iterator[None]:
 
 
 class _Probe(torch.Tensor):
-    """A tensor without values that pretends to be on a device, and reports each op that is called on it."""
+    """A tensor without values that claims to be on a device, and reports each op that is called on it."""
 
     _meta: torch.Tensor
     _watch: _Watch
@@ -72,8 +72,8 @@ class _Probe(torch.Tensor):
 
 
 class _Watch:
-    """The ops that a call runs on probes, with the dtypes of their tensors, and which tensors of the call it casts
-    first of all; those of `already` are cast before the call."""
+    """Observes a call on probes: the ops that it runs, the dtypes of their tensors, and which tensors of the call are
+    cast first. The tensors in `already` are cast before the call."""
 
     def __init__(self, call: CallShape, already: Casts | None = None) -> None:
         self.device = call.layouts[0].device
@@ -94,7 +94,7 @@ class _Watch:
 
 
 def _draws_undone(device: torch.device) -> AbstractContextManager[None]:
-    """Random numbers that are drawn inside are drawn again by the call itself."""
+    """In this context random draws are undone at the end, since the real call draws the same numbers again."""
     if device.type == "cpu":
         return torch.random.fork_rng(devices=())
     return torch.random.fork_rng([torch.get_device_module(device).current_device()], device_type=device.type)
@@ -110,13 +110,13 @@ def casts_of(call: CallShape) -> Casts | None:
                 if _Watch(call).ops == watch.ops:
                     return {}
                 ops = _Watch(call, watch.casts).ops
-    except Exception:  # a wrong call raises again when it is planned
+    except Exception:  # if the call itself is wrong, planning it raises the same error
         return None
     return watch.casts if watch.ops[len(watch.casts) :] == ops else INSIDE
 
 
 def done_by_ranks(spec: object, call: CallShape, casts: Casts) -> bool:
-    """Whether autocast does the right thing in the ranks' own calls: each is that very op, and no operand that is cast
+    """Whether autocast in the ranks' own calls is right: each rank calls exactly this op, and no operand that is cast
     is a Partial sum."""
     alone = isinstance(spec, Factors) and spec.local is None and len(spec.outputs) == 1
     return alone and not any(call.layouts[i].is_partial for i in casts)

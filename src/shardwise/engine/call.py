@@ -48,7 +48,7 @@ from shardwise.torch_private.tensors import (
 )
 from shardwise.wrapper import Wrapper, wrap
 
-SPECIAL: dict[Any, Callable[..., Any]] = {}  # functions the tensor class answers itself: backward, item, repr, ...
+SPECIAL: dict[Any, Callable[..., Any]] = {}  # functions that the tensor class handles itself: backward, item, repr, ...
 _NO_KWARGS: dict[str, Any] = {}
 _is_any_autocast_enabled = autocast.is_on
 _is_grad_enabled = torch.is_grad_enabled
@@ -107,7 +107,7 @@ def call_function(cls: type, func: Any, types: tuple[type, ...], args: Sequence[
     plans = mesh.plans
     try:
         plan = plans.get(whole_key)
-    except TypeError:  # an argument without a hash: there is nothing to remember this plan by
+    except TypeError:  # an argument without a hash: the plan cannot be cached
         return planned(func, args, kwargs)(args, kwargs, local_args, local_kwargs)
     try:
         if plan is None:
@@ -128,12 +128,12 @@ def call_function(cls: type, func: Any, types: tuple[type, ...], args: Sequence[
 
 
 def _check_not_a_leaf(func: Callable[..., Any], args: Sequence[Any], error: Exception) -> None:
-    """Raise what torch says first of a call that writes into a leaf, before whatever else is wrong with it."""
+    """Raise torch's error about a write into a leaf, which comes before any other error of the call."""
     target = args[0] if args and torch.is_grad_enabled() and writes_first(func) else None
     if not isinstance(target, Wrapper) or not isinstance(error, (RuntimeError, IndexError, ValueError)):
         return
     says_so = isinstance(error, ShardwiseError) or "require grad" in str(error)
-    says_so = says_so or func is torch.Tensor.__setitem__  # which looks at its indices before it writes
+    says_so = says_so or func is torch.Tensor.__setitem__  # `__setitem__` checks its indices before it writes
     if target.requires_grad and target.is_leaf and not says_so:
         raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.") from error
 

@@ -1,4 +1,5 @@
-"""The tensors of a call and where they stand in it, as rules see them (operands) and as meta tensors, for shapes."""
+"""The tensors of a call: where they are among its arguments, as the operands that rules see, and as the meta tensors
+that give shapes."""
 
 from __future__ import annotations
 
@@ -68,7 +69,7 @@ def put(args: list[Any], kwargs: dict[str, Any], path: Path, value: object) -> N
     holder[path[-1]] = value
 
 
-_FEW = 2**20  # elements: that many may be computed to find out what torch says
+_FEW = 2**20  # elements: calls up to this size may be run to find out what torch does
 
 
 def _elements_in(result: object) -> int:
@@ -76,7 +77,8 @@ def _elements_in(result: object) -> int:
 
 
 def _zeros_for(tensor: Wrapper) -> torch.Tensor:
-    """A tensor of the global shape and strides on the host, of which autograd knows the same."""
+    """A tensor of zeros on the host with the global shape and strides. It requires grad, and is a leaf, if `tensor`
+    does and is."""
     layout = tensor._layout
     zeros = torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype).zero_()
     if not torch.is_grad_enabled() or not tensor.requires_grad:
@@ -158,7 +160,8 @@ class CallShape:
         """Run the call on zeros, which autograd records as it would record the call: it has errors of its own."""
         args, kwargs = self.with_tensors([_zeros_for(tensor) for tensor in self.tensors])
         with torch.random.fork_rng(devices=()), ExitStack() as stack:
-            with suppress(RuntimeError):  # hooks of the program, a checkpoint's, see nothing; torch.func allows none
+            # hides this from saved-tensor hooks of the program, such as a checkpoint's; under torch.func there are none
+            with suppress(RuntimeError):
                 stack.enter_context(saved_tensors_hooks(torch.Tensor.detach, torch.Tensor.detach))
             self.func(*args, **kwargs)
 
@@ -180,8 +183,8 @@ class CallShape:
         return result
 
     def described(self) -> Any:
-        """The result of `run_meta`, with errors as torch raises them for real tensors (see `refuse`); and
-        NotImplementedError where meta kernels refuse a call that torch computes."""
+        """The result of `run_meta`, with the errors that torch raises for real tensors (see `refuse`).
+        NotImplementedError where meta kernels refuse a call that torch can compute."""
         try:
             return self._run_meta_or_raise()
         except NotImplementedError:

@@ -59,6 +59,7 @@ def _are_extremes(order: Order, call: CallShape) -> bool:
 
 
 def _turned(result: Wrapper) -> Wrapper:
-    """The result of an op that turns the order around: what was the greatest is the least."""
+    """The result of an op that reverses the order: pending greatest values become pending least values."""
     layout = result._layout
-    return wrap(result._local, layout.replace(placements=tuple(TURNED.get(p, p) for p in layout.placements)))  # type: ignore[call-overload]
+    places = tuple(TURNED.get(p, p) for p in layout.placements)  # type: ignore[call-overload]
+    return wrap(result._local, layout.replace(placements=places))

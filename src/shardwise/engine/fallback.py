@@ -1,7 +1,7 @@
 """An op without a rule: its operands are gathered and every rank computes all of it. (Composite functions never come
 here: torch calls the ops that they are made of.)
 
-That is always right and never cheap. The ledger shows it with its reason, and strict() refuses it.
+This is always right, but expensive. The ledger shows it with its reason, and strict() refuses it.
 """
 
 from __future__ import annotations
@@ -96,12 +96,13 @@ class replicated:
         return wrapped
 
     def moved_operand(self, i: int, local: LocalValue) -> LocalValue:
-        """The whole of an operand, as it lies in memory in plain torch."""
+        """The whole operand, with the strides that it has in plain torch."""
         value = run_move(local, self.comm, self.moved[i], self.note)
         return self.in_order[i](value) if i in self.in_order else value
 
     def _write_back(self, i: int, call: tuple[Any, Any], local_call: tuple[Any, Any]) -> tuple[LocalValue, Wrapper]:
-        """The whole value that the op has written, and the tensor it was written for, which now has its part of it."""
+        """The whole value that the op has written, and the distributed tensor that it belongs to, which gets its part
+        of it."""
         tensor, value = fetch(*call, self.paths[i]), fetch(*local_call, self.paths[i])
         if i in self.moved:
             back = run_move(value, self.comm, plan_steps(self.whole[i], self.now[i]), self.note)
@@ -109,7 +110,7 @@ class replicated:
         return value, tensor
 
     def _wrapped(self, local: LocalValue, written: Sequence[tuple[LocalValue, Wrapper]]) -> Any:
-        """A local result as a distributed tensor: the one that was written, if it is that."""
+        """A local result as a distributed tensor: the written operand, if the result is that operand."""
         for value, tensor in written:
             if self.comm.same(local, value):
                 return tensor
@@ -117,7 +118,7 @@ class replicated:
 
 
 def _stored(value: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
-    """The value in the order in memory that it has on one device: some ops fill or read memory in that order."""
+    """The value with the strides that it has on one device: some ops fill or read memory in that order."""
     if value.stride() == stride:
         return value
     return torch.empty_strided(value.shape, stride, dtype=value.dtype, device=value.device).copy_(value)
@@ -157,7 +158,7 @@ def written_back(func: Callable[..., Any], call: CallShape) -> Plan:
 
     def run(args: Sequence[Any], kwargs: dict[str, Any], local_args: list[Any], local_kwargs: dict[str, Any]) -> Any:
         target = args[0]
-        # what backward needs is the value from before the write
+        # the backward pass needs the value from before the write
         recorded = any(is_recorded(t) for _, t in tensors_in(args, kwargs))
         to_outlive = torch.clone if recorded else lambda target: target
         if not isinstance(target, (list, tuple)):
@@ -167,7 +168,7 @@ def written_back(func: Callable[..., Any], call: CallShape) -> Plan:
                 value = func(copy, *args[1:], **kwargs)  # autograd records x.eq_(y), but not x.eq(y)
             return write(target, value)
         if recorded and len(target) > 1 and (each := _one_by_one(len(target), args[1:], kwargs)) is not None:
-            # in torch each of them has a node of its own, and that of one does not wait for the gradient of another
+            # in torch each result has its own node, which does not wait for the gradients of the others
             values = [functional([one.clone()], *a, **k)[0] for one, (a, k) in zip(target, each, strict=True)]
         else:
             values = functional([to_outlive(one) for one in target], *args[1:], **kwargs)
@@ -186,7 +187,8 @@ def written_back(func: Callable[..., Any], call: CallShape) -> Plan:
 def _one_by_one(
     count: int, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> list[tuple[list[Any], dict[str, Any]]] | None:
-    """The other arguments of a list op, for each of its tensors; None where one tensor has something for all."""
+    """The other arguments of a list op, one set per tensor; None where one tensor holds the numbers of all
+    positions."""
     given = [*args, *kwargs.values()]
     if any(isinstance(x, torch.Tensor) and x.dim() for x in given):
         return None
@@ -217,7 +219,8 @@ def rebound(func: Callable[..., Any]) -> Plan:
         before = as_it_is(target)
         turns = target.requires_grad and not is_transforming()
         if not turns:
-            _count_write(target)  # torch takes it for a write; first, or it counts as one to the view's base
+            # torch counts it as a write. Done first: later it would count as a write to the view's base
+            _count_write(target)
         view = functional(before, *args[1:], **kwargs)
         turned = _turned(target, view) if turns else None
         if turns and turned is None:
@@ -237,9 +240,9 @@ def _count_write(target: Wrapper) -> None:
 
 
 def _turned(target: Wrapper, view: Wrapper) -> tuple[Wrapper, Wrapper] | None:
-    """Change the local tensors of `target` themselves into their views, so that autograd does what it does in torch:
-    gradients of views from before come through what the tensor is now, hooks stay with what it was. Returns what it was
-    and what it is; None where what a rank has for a view is none."""
+    """Change the local tensors of `target` in place into their views, so that autograd does what it does in torch:
+    gradients of earlier views go through the new tensor, hooks stay with the old one. Returns the old and the new
+    tensor; None where a rank's local result is no view."""
     comm, local = target._layout.mesh.comm, target._local
     mine, views = comm.values(local), comm.values(view._local)
     if comm.structure(local) != comm.structure(view._local):
@@ -279,7 +282,7 @@ def functional_form(func: Callable[..., Any]) -> Any:
     base = name.removesuffix("_")
     packet = getattr(torch.ops.aten, base, None)
     if schema is not None and packet is not None and _starts_with_tensor(packet):
-        return packet  # it accepts what the in-place overload accepts, while Tensor.index_put refuses None
+        return packet  # it accepts all that the in-place overload accepts; Tensor.index_put would refuse None
     return getattr(torch.Tensor, base, None) or getattr(torch, base, None)
 
 

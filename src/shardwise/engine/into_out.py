@@ -20,7 +20,8 @@ from shardwise.rules.as_strided import is_part
 from shardwise.torch_private.tensors import OpOverload, schema_of
 from shardwise.wrapper import Wrapper, rebind, storage_id_of
 
-_OF_FACTORIES = ("dtype", "layout", "device", "pin_memory")  # an overload with `out` may take these from it
+# arguments that an overload with `out` may take from the `out` tensor
+_OF_FACTORIES = ("dtype", "layout", "device", "pin_memory")
 
 
 def takes_outs(func: Callable[..., Any], kwargs: Mapping[str, Any]) -> bool:
@@ -75,7 +76,7 @@ def into_outs(func: Callable[..., Any], call: CallShape) -> Plan:
 
 
 def check_not_resized(name: str, outs: Any, wrapped: Any) -> None:
-    """Raise if a plain `out` should have been resized: only the distributed tensor that shares its memory was."""
+    """Raise if a plain `out` should have been resized: only the distributed tensor that wraps it was resized."""
     pairs = zip(outs, wrapped, strict=True) if isinstance(outs, (tuple, list)) else [(outs, wrapped)]
     for plain, out in pairs:
         if isinstance(plain, torch.Tensor) and plain.shape != out.shape:
@@ -97,13 +98,13 @@ def _check(name: str, out: torch.Tensor, value: torch.Tensor) -> None:
 
 
 def _write(name: str, out: Any, value: Any) -> Any:
-    """`out`, with the value written into it."""
+    """Write the value into `out` and return it."""
     _check(name, out, value)
     return out.copy_(value) if out.shape == value.shape else _resized(name, out, value)
 
 
 def _resized(name: str, out: Any, value: Any) -> Any:
-    """`out` of another shape, resized to the result's as torch does; with torch's warning where elements are lost."""
+    """Resize an `out` of another shape to the result's, as torch does, with torch's warning where elements are lost."""
     shape, stride = tuple(out.shape), out._layout.stride
     if stride != dense_stride(shape, stride) or (out.numel() and (storage_id_of(out) in COPIES or is_part(out))):
         raise RuleError(
@@ -116,7 +117,7 @@ def _resized(name: str, out: Any, value: Any) -> Any:
             f"out of that shape, or an empty one",
             stacklevel=2,
         )
-    if not isinstance(value, Wrapper) or (out.numel() and not out.requires_grad):  # there may be views of its elements
+    if not isinstance(value, Wrapper) or (out.numel() and not out.requires_grad):  # views of its elements may exist
         return out.resize_(value.shape).copy_(value)
     return rebind(out, value.to(out.dtype, copy=True).requires_grad_(out.requires_grad))
 

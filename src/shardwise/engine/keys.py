@@ -1,4 +1,4 @@
-"""What a plan is remembered by: a hashable stand-in for each argument of a call.
+"""The keys of cached plans: a hashable stand-in for each argument of a call.
 
 A distributed tensor stands in by its layout, everything else by its value. An argument without a hash is returned as it
 is: the key that holds it has no hash either, and the call is planned anew each time.
@@ -17,8 +17,10 @@ import torch
 
 from shardwise.wrapper import Wrapper
 
-ANY_FLOAT: set[Any] = set()  # functions whose plans do not depend on float arguments: a learning rate fills no cache
-ODD_FLOATS = frozenset({0.0, math.inf, -math.inf})  # except on these: a Partial sum divided by zero is no sum
+# functions whose plans do not depend on float arguments, so that a changing learning rate does not fill the cache
+ANY_FLOAT: set[Any] = set()
+# floats that matter all the same: a Partial sum divided by zero is no sum
+ODD_FLOATS = frozenset({0.0, math.inf, -math.inf})
 _TRUE, _FALSE = object(), object()  # True == 1 with the same hash, but their plans differ
 _THEMSELVES = frozenset({int, str, type(None), type(Ellipsis), torch.dtype, torch.device})
 _BOUNDS = frozenset({int, type(None)})
@@ -32,14 +34,14 @@ class PlainTensorError(Exception):
 
 
 class NumpyNumberError(Exception):
-    """An integer of numpy's is among the arguments, and rules know Python's only."""
+    """A numpy integer is among the arguments; rules know only Python's."""
 
 
 _TAKE_INDICES = {torch.Tensor.__getitem__, torch.Tensor.__setitem__}
 
 
 def as_number(value: object) -> object:
-    """An integer of numpy's, or an array that is one (of bytes it would be a mask), as Python's."""
+    """A numpy integer, or a 0-d numpy array of integers (not of bytes, which would be a mask), as a Python integer."""
     if isinstance(value, numpy.ndarray):
         return int(value) if not value.ndim and value.dtype.kind in "iu" and value.dtype != numpy.uint8 else value
     return int(value) if isinstance(value, numpy.integer) else value
@@ -50,8 +52,8 @@ _A_DEVICE = re.compile(r"(cpu|cuda|meta|xpu|mps)(:\d+)?")  # each rank has its o
 
 
 def said_by_key(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
-    """The arguments of a call that are no tensors and decide on its plan, in words that are the same on all ranks of
-    one program: ranks that differ in them would take each other's values."""
+    """A text of the arguments of a call that are no tensors and decide on its plan. It is equal on all ranks that make
+    the same call; ranks that differ in it would mix each other's values."""
     words = [said for arg in args if (said := _said(arg, func))]
     words += [f"{name}={said}" for name, arg in kwargs.items() if (said := _said(arg, func))]
     return ", ".join(words)[:_LONGEST]

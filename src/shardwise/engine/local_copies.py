@@ -1,6 +1,6 @@
-"""Views that one rank had to copy, because its local tensor lies otherwise in memory than the whole tensor would: made
-by a kernel for an odd shard, or arrived from other ranks. Nothing moves: a write to such a copy is repeated on the
-tensor it was made from, and a write to that one on the copy, by each rank for itself.
+"""Views that a single rank had to copy, because the strides of its local tensor differ from those of the whole tensor:
+it was made by a kernel for an odd shard, or received from other ranks. Each rank repeats a write to such a copy on the
+tensor it was made from, and a write to that tensor on the copy. Nothing is communicated.
 
 Until the first such copy is made, nothing is stored and a write costs nothing extra.
 """
@@ -18,7 +18,7 @@ from shardwise.torch_private.tensors import storage_id
 
 
 class _Pair(NamedTuple):
-    source: torch.Tensor  # what was copied; the copy keeps it alive, as a view does its base
+    source: torch.Tensor  # the tensor that was copied; the copy keeps it alive, as a view keeps its base alive
     copy: weakref.ref[torch.Tensor]
     again: Callable[[torch.Tensor], torch.Tensor]  # makes a copy of another tensor
 
@@ -27,12 +27,12 @@ LOCAL_COPIES: dict[int, list[_Pair]] = {}  # by the storage of the source, and b
 
 
 def view_or_copy(view: Callable[..., torch.Tensor], copy: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """`view`, or where torch refuses that for the strides of a rank's tensor, `copy`, which is noted."""
+    """Call `view`; where torch refuses it for the strides of a rank's tensor, call `copy` and note its result."""
 
     def call(x: torch.Tensor, *args: object) -> torch.Tensor:
         try:
             return view(x, *args)
-        except RuntimeError:  # raised again by `copy` if it says more than that
+        except RuntimeError:  # if it has another cause, `copy` raises it again
             out = copy(x, *args)
             note_local_copy(x, out, lambda other: copy(other, *args))
             return out
@@ -49,7 +49,7 @@ def note_local_copy(source: torch.Tensor, copy: torch.Tensor, again: Callable[[t
 
 
 def source_of_local_copy(storage: int) -> int:
-    """The storage of what the tensor in this one was copied from, if it is a copy; else this one."""
+    """If the tensor in this storage is a copy: the storage of its source. Else this storage."""
     for pair in LOCAL_COPIES.get(storage, ()):
         copy = pair.copy()
         if copy is not None and storage_id(copy) == storage != storage_id(pair.source):
@@ -67,7 +67,7 @@ def _forget(keys: Iterable[int], _: object) -> None:
 
 
 def after_local_write(written: Iterable[torch.Tensor]) -> None:
-    """Repeat a write to these local tensors on what they are copies of, and on their copies."""
+    """Repeat a write to these local tensors on their sources and on their copies."""
     todo, done = [storage_id(value) for value in written], set[int]()
     while todo:
         storage = todo.pop()

@@ -1,10 +1,10 @@
-"""Calls on a rank that is outside of the mesh: it holds nothing, so it computes nothing.
+"""Calls on a rank that is outside of the mesh. It holds nothing, so it computes nothing.
 
 Results have the sizes that they have on the mesh's ranks, and their placements where the rule or its program tells
-them. Else those are a guess, and a move to another mesh, in which all ranks must agree, is refused. What this rank
-holds of each result is empty, or 0 of a number. The graph goes on, so that a backward pass reaches the moves that
-brought a tensor here, in whose gradients every rank takes part; random numbers are drawn as on the other ranks. What
-only values tell (sizes of `nonzero`, `item()`) raises.
+them. Else those are a guess, and a move to another mesh, in which all ranks must agree, is refused. This rank's local
+results are empty tensors (zeros if they have no dims). They have a graph, so that a backward pass reaches the moves
+that brought a tensor here: every rank takes part in their gradients. Random numbers are drawn as on the other ranks.
+Whatever depends on values (the size of `nonzero`, `item()`) raises.
 """
 
 from __future__ import annotations
@@ -47,20 +47,20 @@ def nothing_here(
 
 
 def _program(algorithm: Algorithm, name: str, guess: Plan) -> Plan:
-    """The program of an op, of which every call does nothing; a guess where it looks at values."""
+    """Run the program of an op, in which every call does nothing. Where it looks at values, guess the results."""
 
     def run(args: Sequence[Any], kwargs: dict[str, Any], local_args: list[Any], local_kwargs: dict[str, Any]) -> Any:
         try:
             with running(name):
                 return algorithm.run(*args, **kwargs)
-        except Exception:  # it looked at what is not here
+        except Exception:  # it looked at values, which this rank does not have
             return guess(args, kwargs, local_args, local_kwargs)
 
     return run
 
 
 def _guess(call: CallShape) -> Plan:
-    """Results of the sizes that torch tells, Replicate."""
+    """Results of the sizes that torch's meta kernels give, all Replicate."""
     described = call.meta_result()
     flat, tree = tree_flatten(described)
     if not flat or not all(isinstance(out, torch.Tensor) for out in flat):
@@ -75,7 +75,7 @@ def _guess(call: CallShape) -> Plan:
 
 
 def _empty(call: CallShape, layouts: Sequence[Layout], tree: TreeSpec, guessed: bool) -> Plan:
-    """`guessed` says that on the mesh's ranks the placements may be others."""
+    """`guessed`: whether the placements on the ranks of the mesh may be others."""
     paths = call.paths
 
     def run(args: Sequence[Any], kwargs: dict[str, Any], local_args: list[Any], local_kwargs: dict[str, Any]) -> Any:

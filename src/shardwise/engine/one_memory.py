@@ -1,7 +1,7 @@
-"""Calls that read what they have just written: ``x.sub_(x[:, :1])``, ``x.masked_scatter_(mask, x)``. What torch gives
-depends on where the tensors lie in memory and on the order in which its kernels go through it. On ranks nothing lies
-like that, so the values come from torch itself, run on the whole tensors in one memory; the graph is the plan's, since
-torch's gradients know nothing of it either.
+"""Calls that read what they have just written: ``x.sub_(x[:, :1])``, ``x.masked_scatter_(mask, x)``. Torch's result
+then depends on where the tensors are in memory and on the order in which kernels go through them. The ranks' tensors
+are stored differently, so torch itself runs on the whole tensors, stored as in plain torch, to get the values. The
+graph is that of the plan: torch's own gradients ignore the overlap, too.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ LARGEST = 2**26  # bytes of memory for which torch is asked whether it reads wha
 
 
 class Lying:
-    """The tensors of a call as plain ones, which lie in memory as the whole tensors would in plain torch."""
+    """The tensors of a call as plain tensors that are stored as the whole tensors would be in plain torch."""
 
     def __init__(self, args: Args, kwargs: Kwargs) -> None:
         self.args, self.kwargs = args, kwargs
@@ -42,7 +42,7 @@ class Lying:
         return sum(self.sizes.values())
 
     def rooms(self, device: torch.device | str = "cpu") -> dict[tuple[int, int], torch.Tensor]:
-        """New memory for each that the tensors share."""
+        """New memory in the place of each storage that the tensors use."""
         return {memory: torch.zeros(size, dtype=torch.uint8, device=device) for memory, size in self.sizes.items()}
 
     def in_rooms(self, rooms: dict[tuple[int, int], torch.Tensor]) -> dict[int, torch.Tensor]:
@@ -50,7 +50,7 @@ class Lying:
         return {id(t): _put(t, rooms[memory_of(t)]) for t in self.tensors}
 
     def call_with(self, plain: dict[int, torch.Tensor] | None = None) -> tuple[list[object], Kwargs]:
-        """The arguments of the call with plain tensors; those of zeros, unless others are given."""
+        """The arguments of the call with plain tensors: the given ones, or zeros."""
         plain = self.in_rooms(self.rooms()) if plain is None else plain
         found: tuple[list[object], Kwargs] = tree_map_only(
             Wrapper, lambda t: plain[id(t)], (list(self.args), self.kwargs)
@@ -59,8 +59,8 @@ class Lying:
 
 
 def reads_what_it_writes(func: Callable[..., object], lying: Lying) -> bool:
-    """Whether what torch gives may depend on reading what it has just written. One that draws random numbers does not
-    count: there, the plan decides which."""
+    """Whether torch's result may depend on reading what it has just written. False for calls that draw random numbers:
+    there, the plan decides."""
     targets = _written(func, lying)
     rooms = lying.rooms()
     plain = lying.in_rooms(rooms)
@@ -84,8 +84,8 @@ def reads_what_it_writes(func: Callable[..., object], lying: Lying) -> bool:
 
 
 def may_read_what_it_writes(func: Callable[..., object], lying: Lying) -> bool:
-    """The same for tensors too large to ask torch about them: found from where their elements lie. What only may share
-    elements counts as sharing them, since to run the call in one memory is always right."""
+    """The same for tensors that are too large to try it with torch: decided from the places of their elements. Tensors
+    that may share elements count as sharing them, since running the call in one memory is always right."""
     targets = _written(func, lying)
     others = [t for t in lying.tensors if all(t is not target for target in targets)]
     met = [t for t in others if any(_may_meet(t, target) for target in targets)]
@@ -100,8 +100,8 @@ def may_read_what_it_writes(func: Callable[..., object], lying: Lying) -> bool:
 
 
 def _may_meet(one: Wrapper, other: Wrapper) -> bool:
-    """Whether two tensors may have elements in common. Those of equal strides are boxes of the same grid: they have
-    none if they are apart along one of its dims."""
+    """Whether two tensors may have elements in common. Tensors of equal strides are boxes of the same grid: they have
+    none if the boxes are disjoint along one of its dims."""
     if memory_of(one) != memory_of(other) or not one.numel() or not other.numel():
         return False
     if one._offset >= _end(other) or other._offset >= _end(one):
@@ -114,8 +114,8 @@ def _may_meet(one: Wrapper, other: Wrapper) -> bool:
 
 
 def _box(tensor: Wrapper) -> list[tuple[int, int, int]] | None:
-    """A stride of the tensor's grid, the first index and the one behind the last along it, from the largest stride to
-    the smallest; None if the elements are no box of one."""
+    """The tensor as a box of a grid: for each stride, from the largest to the smallest, the first index and the end
+    index. None if its elements are no such box."""
     sizes = zip(tensor._layout.stride, tensor._layout.shape, strict=True)
     found, room, rest = [], 0, tensor._offset
     for step, size in sorted(((s, n) for s, n in sizes if n > 1), reverse=True):
@@ -132,7 +132,7 @@ def _box(tensor: Wrapper) -> list[tuple[int, int, int]] | None:
 
 
 def _is_elementwise(func: Callable[..., object], lying: Lying) -> bool:
-    """Whether each element of the result is made of the elements in its own place, as far as torch's tags say."""
+    """Whether each element of the result depends only on the elements at its own place, according to torch's tags."""
     return all(t._layout.shape == lying.tensors[0]._layout.shape for t in lying.tensors) and is_pointwise(func)
 
 
@@ -160,8 +160,7 @@ def _draws(func: Callable[..., object], lying: Lying) -> bool:
 
 
 def _differs(func: Callable[..., object], lying: Lying) -> bool:
-    """Whether torch gives something else where the tensors share memory than where each has its own; found with random
-    numbers."""
+    """Whether torch's result differs between tensors that share memory and separate ones; tried with random numbers."""
     plain = lying.in_rooms(lying.rooms())
     noise = torch.Generator().manual_seed(0)
     for tensor in plain.values():
@@ -180,8 +179,8 @@ def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def as_in_one_memory(func: Callable[..., object], name: str, args: Args, kwargs: Kwargs) -> Callable[[], None]:
-    """Run a call as torch does, on whole tensors in one memory. Returns what writes the values that this gives into the
-    tensors that the call writes to, to be called after its plan."""
+    """Run a call as torch does, on whole tensors in one memory. Returns a function that writes the results into the
+    tensors that the call writes to; it must be called after the plan."""
     if is_strict():
         raise StrictError(
             f"{name} reads what it writes: a tensor that shares memory with its target. On these layouts that takes "
@@ -213,15 +212,15 @@ def as_in_one_memory(func: Callable[..., object], name: str, args: Args, kwargs:
 
 
 def called_on_clones(func: Callable[..., object], name: str, args: Args, kwargs: Kwargs) -> object:
-    """The call with a clone of each tensor that is read and shares memory with one that is written: a rank's own
-    tensors may overlap where the whole ones do not, and torch would refuse the rank's call."""
+    """Run the call with clones of the tensors that are read and share memory with a written one. A rank's tensors may
+    overlap where the whole ones do not, and torch would refuse that rank's call."""
     outs = set(out_names(func))
     memory = {memory_of(t) for t in _targets(func, args, kwargs) if isinstance(t, Wrapper)}
     apart = lambda t: t.clone() if memory_of(t) in memory else t  # noqa: E731
     first = 1 if writes_first(func) else 0
     read_args = [*args[:first], *tree_map_only(Wrapper, apart, list(args[first:]))]
     read_kwargs = {k: v if k in outs else tree_map_only(Wrapper, apart, v) for k, v in kwargs.items()}
-    with running(name):  # inside of which nobody asks again
+    with running(name):  # in which overlap is not checked again
         return func(*read_args, **read_kwargs)
 
 
@@ -239,7 +238,7 @@ def _place(tensor: Wrapper) -> tuple[object, ...]:
 
 
 def _write(tensor: torch.Tensor, value: torch.Tensor) -> None:
-    """Write into a plain tensor, elements of which may be one number in memory."""
+    """Write into a plain tensor, of which several elements may be at one place in memory."""
     for dim in reversed(range(tensor.dim())):
         if tensor.stride(dim) == 0 and tensor.shape[dim]:
             tensor, value = tensor.select(dim, 0), value.select(dim, 0)
@@ -257,7 +256,7 @@ def _put(tensor: Wrapper, room: torch.Tensor) -> torch.Tensor:
 
 
 def _end(tensor: Wrapper) -> int:
-    """Where the elements of a tensor end in the memory that plain torch would have."""
+    """The end of the tensor's elements in the memory that plain torch would use."""
     layout = tensor._layout
     reach = sum((n - 1) * step for n, step in zip(layout.shape, layout.stride, strict=True))
     return tensor._offset + reach + 1 if all(layout.shape) else 0

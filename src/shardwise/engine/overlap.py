@@ -1,6 +1,7 @@
-"""Writes into a tensor that shares memory with another one of the call. torch refuses most of those, by where the
-tensors lie in memory; the others read what they have just written. Ranks do not see that: what a rank reads may have
-been moved, or lie in another rank's part. So torch is asked, with plain tensors that lie as the whole ones would.
+"""Writes into a tensor that shares memory with another one of the call. torch refuses most of these, depending on where
+the tensors are in memory; the others read what they have just written. The ranks' own calls cannot notice this: the
+elements that a rank reads may have been moved, or be in another rank's part. So torch is tried on plain tensors that
+are stored as the whole ones would be.
 """
 
 from __future__ import annotations
@@ -37,21 +38,21 @@ _SAYS_SO = "single memory location"
 
 
 class _Meeting(NamedTuple):
-    """What becomes of a call whose tensors share memory in one way."""
+    """What torch does with a call whose tensors share memory in a certain way."""
 
-    refusal: str  # torch's words, if it refuses
+    refusal: str  # torch's error text, if it refuses
     reads_its_own: bool  # whether it reads what it has just written
 
 
 def minding_overlap(func: Callable[..., object], call: CallShape, plan: Plan) -> Plan:
-    """The plan of a call that writes, which raises what torch raises if its tensors overlap, and gives what torch gives
-    if it does not refuse. It does not ask about what the program of an op calls: that op was asked about."""
-    known: dict[Hashable, _Meeting] = {}  # by how they share memory
+    """The plan of a call that writes. If its tensors overlap, it raises torch's error, or gives torch's result where
+    torch does not refuse. Calls inside the program of an op are not checked: the op itself was."""
+    known: dict[Hashable, _Meeting] = {}  # keyed by how the tensors share memory
     paths, name = call.paths, call.name
     copies_nothing = getattr(plan, "copies_nothing", False)  # the ranks' tensors lie in memory as torch's do
 
     def meeting_of(args: Args, kwargs: Kwargs) -> _Meeting | None:
-        """How tensors of the call meet in memory, None if they do not."""
+        """What torch does with the overlapping tensors of the call; None if none overlap."""
         tensors = [fetch(args, kwargs, path) for path in paths]
         memory = [memory_of(tensor) for tensor in tensors]
         if len(set(memory)) == len(memory) or of_thread.op is not None or is_transforming():
@@ -98,7 +99,7 @@ def minding_overlap(func: Callable[..., object], call: CallShape, plan: Plan) ->
 
 
 def _if_shared(at: Sequence[int], run_shared: Plan, plan: Plan) -> Plan:
-    """The plan of a call of two tensors, the arguments `at`: nothing but one question of C++ where they share none."""
+    """The plan of a call of two tensors, the arguments `at`. If they share no memory, it costs one C++ call more."""
     first, second = at
 
     def run(args: Args, kwargs: Kwargs, local_args: list[object], local_kwargs: Kwargs) -> object:
@@ -112,15 +113,15 @@ def _if_shared(at: Sequence[int], run_shared: Plan, plan: Plan) -> Plan:
 
 
 def _refuse_leaves(func: Callable[..., object], args: Args, kwargs: Kwargs) -> None:
-    """Raise what torch raises before a call writes into anything: simulated ranks write into one tensor after the
-    other, so the first ones would have their new values when a leaf refuses."""
+    """Raise torch's error about writes to leaves before anything is written. Simulated ranks write one after the other,
+    so some would have written already when a leaf refuses."""
     for _, target in written(func, args, kwargs):
         if isinstance(target, Wrapper) and target.requires_grad and target.is_leaf:
             raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")
 
 
 def _may_share(tensors: Sequence[object]) -> bool:
-    """Whether some of the tensors of lists may share memory, found in little time for each."""
+    """Whether some of the tensors of lists may share memory; a quick check."""
     local = [tensor._local for tensor in tensors if isinstance(tensor, Wrapper)]
     copied = bool(COPIES or LOCAL_COPIES)
     return copied or type(local[0]) is not torch.Tensor or is_transforming() or not are_apart(local)
@@ -136,6 +137,6 @@ def _meeting(func: Callable[..., object], args: Args, kwargs: Kwargs) -> _Meetin
         plain_args, plain_kwargs = lying.call_with()
         try:
             func(*plain_args, **plain_kwargs)
-        except Exception as error:  # whatever else torch has against the call is said by its plan
+        except Exception as error:  # errors of other kinds are raised by the plan
             return _Meeting(str(error) if _SAYS_SO in str(error) else "", False)
         return _Meeting("", reads_what_it_writes(func, lying))

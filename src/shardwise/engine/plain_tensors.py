@@ -34,7 +34,8 @@ def with_plain_wrapped(
 
 def refuse_own_batches(func: Callable[..., object], args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> None:
     """Raise where a plain tensor meets a parameter that data parallelism manages, outside of the forward in which it is
-    whole: each rank has a batch of its own there, so that the tensor is not replicated. It may be written into it."""
+    whole. Each rank has its own batch there, so the plain tensor is not the same on all ranks. Only writes into the
+    parameter are allowed."""
     tensors = [t for _, t in tensors_in(args, kwargs or {}, torch.Tensor)]
     managed = [t for t in tensors if isinstance(t, Wrapper) and t._is_managed and math.prod(t._layout.mesh.shape) > 1]
     if not managed or of_thread.replicating or (writes_first(func) and args and args[0] is managed[0]):
@@ -87,8 +88,8 @@ def _wrapped(value: object, mesh: Mesh) -> Any:
 
 
 def replicated_plain(value: torch.Tensor, mesh: Mesh) -> Wrapper:
-    """A plain tensor as a Replicate one on `mesh`, sharing its memory and its autograd history. What the ranks of each
-    group of a simulated mesh have in common, as `full_tensor()` of a sub-mesh gives it, is one too."""
+    """A plain tensor as a Replicate one on `mesh`, sharing its memory and its autograd history. A RankTensor with one
+    value per group of a simulated mesh, as `full_tensor()` on a sub-mesh gives it, counts as plain, too."""
     if isinstance(value, RankTensor):
         if not mesh.comm.is_shared(value):
             raise MeshError(

@@ -50,7 +50,8 @@ Moves = list[tuple[int, tuple[MeshStep, ...], bool]]  # of operands that change:
 
 
 def build_plan(func: Callable[..., Any], spec: Spec | Algorithm, call: CallShape, in_place: bool) -> Plan | None:
-    """The plan that a rule's answer leads to; None where the result cannot be written into the first operand."""
+    """Build the plan that follows from a rule's answer; None where the result cannot be written into the first
+    operand."""
     if isinstance(spec, Algorithm):
         result = call.check() if spec.is_checked else None
         memory = Memory(call, None if spec.knows_memory else result)
@@ -115,8 +116,8 @@ def _moves_again(call: CallShape, steps: tuple[MeshStep, ...]) -> Again:
 
 
 def _run_program(algorithm: Algorithm, func: Callable[..., Any], call: CallShape, memory: Memory) -> Plan:
-    """The plan that runs the program of an op, under whose name the ledger notes its moves. Where a view op's result
-    is a copy then, that is noted too."""
+    """The plan that runs the program of an op. The ledger notes its moves under the op's name. If the op is a view op,
+    its copied result is noted, too."""
     schema, program = schema_of(func), to_its_end(algorithm.run) if algorithm.writes else algorithm.run
     views = schema is not None and not schema.is_mutable and any(r.alias_info is not None for r in schema.returns)
     views = views or algorithm.is_view
@@ -141,8 +142,8 @@ def _run_program(algorithm: Algorithm, func: Callable[..., Any], call: CallShape
 
 
 def to_its_end(program: Callable[..., Any]) -> Callable[..., Any]:
-    """A program that writes: what it writes comes last, and a checkpoint that computes again may have enough before;
-    where torch has one kernel, that has written then."""
+    """Run a program that writes to its end. It writes last, and a checkpoint that recomputes may stop it before, once
+    it has all saved tensors; torch's single kernel would have written by then."""
 
     def run(*args: object, **kwargs: object) -> Any:
         with with_hook_errors_last():
@@ -152,9 +153,9 @@ def to_its_end(program: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def no_views(result: object, args: Sequence[Any], memory: Memory | None = None) -> None:
-    """Have the local values of new tensors be no views, unless plain torch's results are views. If a view is written,
-    autograd takes its graph from its base; and a view that becomes a leaf, and is written then, loses the gradients of
-    its own views. Views of the arguments `args`, and of copies of those, stay views."""
+    """Make sure that the local values of new tensors are no views, unless plain torch's results are views: autograd
+    rebuilds the graph of a written view from its base, and a view that became a leaf and is then written loses the
+    gradients of its own views. Views of the arguments `args`, and of copies of them, stay views."""
     given: set[int] | None = None
     made = [out for out in tree_flatten(result)[0] if isinstance(out, Wrapper)]
     known = memory is not None and memory.is_known and len(memory.hidden_views) == len(made)
@@ -180,8 +181,8 @@ def _run_direct(
     paths: list[Path], wrap_one: Callable[..., Any], invoke: Callable[..., Any], takes_all: bool, begin: int | None
 ) -> Plan | None:
     """The shortest plans, where nothing moves and one tensor comes out: a new one, or a view of the first argument. A
-    view begins in memory by `begin` behind the argument, and is noted if the argument is a copy of a view. None for
-    arguments in other places."""
+    view begins `begin` elements after its argument in memory, and is noted if the argument is a copy of a view. None
+    for arguments in other places."""
     is_view, behind = begin is not None, begin or 0
 
     def view(args: Sequence[Any], kwargs: dict[str, Any], local_args: list[Any], local_kwargs: dict[str, Any]) -> Any:
@@ -229,7 +230,7 @@ def _run(
             value = spread(tensor, steps, note) if spread_only else run_move(tensor._local, comm, steps, note)
             put(local_args, local_kwargs, paths[i], value)
 
-    if not differentiable:  # a comparison: torch does not look at graphs, some of which it would refuse
+    if not differentiable:  # as a comparison: torch ignores the operands' graphs, and a move could refuse some of them
         move = torch.no_grad()(move)
 
     def run(args: Sequence[Any], kwargs: dict[str, Any], local_args: list[Any], local_kwargs: dict[str, Any]) -> Any:
@@ -276,7 +277,7 @@ def in_new_memory(func: Callable[..., object]) -> Callable[..., object]:
 
 
 def keeping_operand(func: Callable[..., object]) -> Callable[..., object]:
-    """`func`, of whose first argument autograd takes its gradient for a function."""
+    """`func`, such that autograd takes the gradient as a function of the first argument."""
     return lambda x, *args: func(kept_for_gradient(x), *args)
 
 
@@ -339,7 +340,8 @@ def spread(tensor: Wrapper, steps: tuple[MeshStep, ...], note: Note) -> LocalVal
     first = comm.first(local)
     if not is_recorded(first):
         return local
-    if is_transforming():  # what is computed inside of a transform is of no use outside; a tangent has no version
+    # values from inside a transform cannot be used outside of it; a tangent has no version counter
+    if is_transforming():
         return run_move(local, comm, steps, note)
     key = tuple(step.axes for step in steps)
     kept = tensor._spreads
@@ -357,7 +359,8 @@ def spread(tensor: Wrapper, steps: tuple[MeshStep, ...], note: Note) -> LocalVal
 
 
 def _is_of_program(comm: Comm, value: LocalValue) -> bool:
-    """Whether a value may be used that was made earlier: where a program is captured, only one that is part of it."""
+    """Whether a value that was made earlier may be used. During a capture, only one that is part of the captured
+    program."""
     if not tapes or (tape := tape_here()) is None:
         return True
     return all(map(tape.is_of_program, comm.values(value)))

@@ -1,4 +1,4 @@
-"""From a call never seen before to its plan: by its rule, by `out=`, by gathering, or by torch's own parts of it."""
+"""Makes the plan of a new kind of call: by its rule, by `out=`, by gathering, or by the ops that torch makes it of."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ _NUMPY_NAMES = {"axis": "dim", "keepdims": "keepdim", "x2": "other"}  # which to
 
 
 def planned(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Plan:
-    """The plan of a call. It is made outside of inference mode and of torch.func, because it outlives them: tensors
-    that are made inside know no bases, and autograd refuses some of them."""
+    """The plan of a call. It is made outside of inference mode and of torch.func, because it is used after they end:
+    tensors made inside have no bases, and autograd refuses some of them."""
     if are_transforms_active():
         with without_transforms():
             return planned(func, args, kwargs)
@@ -157,7 +157,8 @@ def _ruled(func: Callable[..., Any], call: CallShape, found: registry.Found) -> 
             plan = pending_or_finished(func, spec, call, in_place, plan)
     except ShardwiseError:
         raise
-    except NotImplementedError:  # torch cannot tell the result's shape; if it cannot compute it either, it says so then
+    # torch cannot tell the result's shape; if it cannot compute it either, it raises when the plan runs
+    except NotImplementedError:
         return _gathered(func, call)
     schema = schema_of(func)
     return plan if schema is None or schema.returns or not in_place else _returning_nothing(plan)
@@ -186,7 +187,7 @@ def _call_parts(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[s
     if not are_transforms_active():
         with without_torch_function():
             result = func(*args, **kwargs)
-    else:  # they have wrapped the local tensors: see `transforms.py`
+    else:  # transforms have wrapped the local tensors: see `transforms.py`
         with without_torch_function(), without_transforms() as hidden:
             outer, of_thread.hidden = of_thread.hidden, hidden
             try:
@@ -229,7 +230,7 @@ def reordered(func: Callable[..., Any], rule: registry.Rule) -> Plan:
 
     def run(args: Any, kwargs: Any, local_args: Any, local_kwargs: Any) -> Any:
         placed = placed_for(rule, args, kwargs)
-        assert placed is not None  # it was when the plan was made
+        assert placed is not None  # it was not None when the plan was made
         return func(*placed[0], **placed[1])
 
     return run

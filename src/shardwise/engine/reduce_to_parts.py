@@ -1,11 +1,12 @@
-"""Gradients that are parts of a sum and go on as parts.
+"""Gradients that are pending sums and are not summed on all ranks, but reduced straight to the parts of the tensor.
 
 A tensor was gathered from its parts and then enters a call that is split, or leaves by `to_local(grad_placements=
 [Partial()])`. In backward its gradient is reduced straight to the parts (a reduce-scatter), which takes half the bytes
 of an all-reduce of which each rank keeps its part. A tensor that entered by `from_local(grad_placements=[Partial()])`
 has no parts to reduce to: what each rank computes is its part of the gradient, and nothing moves.
 
-The gradient of the whole tensor itself is never computed that way, so it is done only if nobody asks for it.
+The gradient of the whole tensor itself is never computed in this way, so it is done only if the program does not ask
+for that.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from shardwise.wrapper import Wrapper
 
 
 class _Parts(NamedTuple):
-    """What a tensor was gathered from, and what it was then: a write to it makes that another value."""
+    """What a tensor was gathered from, with its version at that time: after a write to it this no longer holds."""
 
     local: LocalValue
     layout: Layout
@@ -40,7 +41,7 @@ class _Parts(NamedTuple):
     for_calls: bool  # whether calls that the tensor enters may take it from the parts
 
 
-_SKIPPED = object()  # in place of _Parts: a gradient goes to the parts, and this tensor will not see it
+_SKIPPED = object()  # stored in place of _Parts: a gradient has gone straight to the parts, past this tensor
 
 
 def note_gathered(parts: Wrapper, whole: Wrapper, axes: tuple[int, ...], for_calls: bool) -> None:
@@ -77,7 +78,7 @@ def _from_parts(tensor: Wrapper, axes: tuple[int, ...]) -> LocalValue | None:
     if comm.first(parts.whole)._version != parts.version:
         return None
     tensor._gathered = _SKIPPED
-    if parts.layout is layout:  # it entered as parts
+    if parts.layout is layout:  # the tensor was made with from_local, from parts
         return parts.local
     values = comm.rebuild(parts.whole, [value.detach() for value in comm.values(parts.whole)])
     entering = Spread(layout, axes)
@@ -94,7 +95,7 @@ def _summed(layout: Layout, theirs: Layout) -> tuple[int, ...]:
 
 
 def leave_with_gradient(tensor: Wrapper, theirs: Layout) -> LocalValue:
-    """What the ranks hold, for the user, who gives back a gradient laid out as `theirs`."""
+    """The local values, for the user. Their gradient comes back laid out as `theirs`."""
     comm, mine, local = tensor._layout.mesh.comm, grad_layout(tensor._layout), tensor._local
     axes = _summed(tensor._layout, theirs)
     parts = _from_parts(tensor, axes) if axes and not is_transforming() else None
@@ -107,7 +108,7 @@ def leave_with_gradient(tensor: Wrapper, theirs: Layout) -> LocalValue:
 
 
 def full_with_gradient(local: LocalValue, layout: Layout, whole: Layout, theirs: Layout) -> LocalValue:
-    """The whole value, for the user, who gives back a gradient laid out as `theirs`."""
+    """The whole value, for the user. Its gradient comes back laid out as `theirs`."""
     comm, axes = layout.mesh.comm, _summed(whole, theirs)
     mine = whole.placed(dict.fromkeys(axes, Partial()))
     local = own_each(comm, move(local, layout, whole, Note("full_tensor"), axes))
@@ -118,7 +119,7 @@ def full_with_gradient(local: LocalValue, layout: Layout, whole: Layout, theirs:
 
 
 def enter_with_gradient(local: LocalValue, layout: Layout, theirs: Layout, of_leaves: bool) -> Wrapper:
-    """A local value of the user's as a distributed tensor, which gives back a gradient laid out as `theirs`."""
+    """A local value of the user's as a distributed tensor, which passes back a gradient laid out as `theirs`."""
     comm, mine, axes = layout.mesh.comm, grad_layout(layout), _summed(layout, theirs)
     note = Note("from_local", backward=True)
     made = enter(convert_gradients(comm, local, lambda grad: move(grad, mine, theirs, note)), layout, of_leaves)
@@ -132,7 +133,8 @@ def enter_with_gradient(local: LocalValue, layout: Layout, theirs: Layout, of_le
 
 
 def before_watching(tensor: torch.Tensor, what: str) -> None:
-    """Somebody asks for the gradient of this tensor: from now on it is computed. Raises if it is too late for that."""
+    """Called when the program asks for the gradient of this tensor: from now on it is computed. Raises if it is too
+    late for that."""
     found = tensor.__dict__.pop("_gathered", None)
     if found is _SKIPPED:
         tensor._gathered = found  # type: ignore[attr-defined]

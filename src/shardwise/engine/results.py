@@ -31,7 +31,7 @@ class Results:
 
     def __init__(self, spec: Spec, call: CallShape, in_place: bool) -> None:
         flat: list[Any]
-        if spec.result is not None and 0 not in spec.result.shape:  # strides of nothing follow no rule
+        if spec.result is not None and 0 not in spec.result.shape:  # the strides of empty results follow no rule
             flat, self.tree = [spec.result], _ONE
         elif in_place and spec.in_place_without_meta:
             flat, self.tree = [], _NONE
@@ -40,13 +40,13 @@ class Results:
                 flat, self.tree = tree_flatten(spec.run_meta(call.func))
         else:
             flat, self.tree = tree_flatten(call.described())
-        self.refused = any(out is NotImplemented for out in flat)  # x == None: the other operand may know
+        self.refused = any(out is NotImplemented for out in flat)  # as of x == None: Python then asks the other operand
         self.is_tensor = [isinstance(out, (torch.Tensor, Result)) for out in flat]
         self.metas = [out for out, yes in zip(flat, self.is_tensor, strict=True) if yes]
         found = [call.base_of(meta) for meta in self.metas]
         bases = [i for i in found if i is not None]
         self.base = bases[0] if bases else None  # the operand torch's results are views of
-        # of each result, None for a new tensor; for a view, how far behind its base it begins in memory
+        # for each result: None for a new tensor; for a view, its offset in memory relative to its base
         self.begins = [None if i is None else meta.storage_offset() for i, meta in zip(found, self.metas, strict=True)]
         self.dtype = None if self.base is None else call.layouts[self.base].dtype  # of that operand
         self.same = self.base is not None and self.metas[0] is call.metas[self.base]  # or the operand itself
@@ -58,7 +58,7 @@ class Results:
 
     def layouts(self, call: CallShape, placements: Sequence[Any]) -> list[Layout]:
         """The layout of each output, from its placements."""
-        asked = call.kwargs.get("device")  # of results on the meta device nothing else tells where they are to be
+        asked = call.kwargs.get("device")  # meta results do not tell on which device the real ones will be
         default = call.layouts[0].device if asked is None else torch.device(asked)
         keys = [
             (places, tuple(out.shape), out.dtype, out.stride(), _device_of(out, default))
@@ -70,8 +70,8 @@ class Results:
     def finisher(
         self, outputs: Sequence[Layout], base: Path | None, copied: bool, func: Callable[..., Any], name: str
     ) -> Finish:
-        """A function that wraps local results. Torch's are views of the argument at `base`; it notes where ours are
-        copies instead."""
+        """A function that wraps local results. In torch they are views of the argument at `base`; it notes those that
+        are copies here."""
         wrap_all, whole = self._wrapper(outputs), self.dtype is None or self.dtype == outputs[0].dtype
         if base is None or isinstance(base[0], str):
             return lambda args, kwargs, out: wrap_all(out)
@@ -91,7 +91,7 @@ class Results:
                     view._origin = origin
             if copied:
                 note_copies(func, args, kwargs, base, result, name)
-            elif may_be_same:  # here alone: a local tensor is stored otherwise than the whole one
+            elif may_be_same:  # only on this rank: its local tensor has other strides than the whole one
                 pairs = zip(*map(source._layout.mesh.comm.values, (source._local, out)), strict=True)
                 for one, other in pairs:
                     if storage_id(one) != storage_id(other):
@@ -104,8 +104,8 @@ class Results:
         return finish
 
     def _wrapper(self, outputs: Sequence[Layout]) -> Callable[..., Any]:
-        """A function that wraps all local results in the container they come in; those that are views begin in memory
-        where their base does, its second argument, and further on."""
+        """A function that wraps all local results in their container. Its second argument is the storage offset of the
+        base, from which the offsets of views follow."""
         if self.single:
             wrap_one, begin = one_wrapper(outputs[0]), self.begins[0]
             return wrap_one if not begin else lambda result, at=0: wrap_one(result, at + begin)
@@ -129,7 +129,8 @@ class Results:
 
 
 class Memory:
-    """How the results of a call lie in memory if plain torch computes them, as far as shapes tell it."""
+    """The strides and storage offsets that the results of a call have in plain torch, as far as they follow from
+    shapes."""
 
     def __init__(self, call: CallShape, described: object) -> None:
         """`described` is the call's result on meta tensors; None where there is none."""
@@ -141,11 +142,12 @@ class Memory:
             for out, path in zip(flat, paths, strict=True)
         ]
         self.is_known = described is not None
-        # which results are views of something that nobody sees
+        # which results are views of a tensor that the call does not return
         self.hidden_views = [base is None and out._base is not None for out, base in zip(flat, bases, strict=True)]
 
     def report(self, result: object, args: Sequence[Wrapper]) -> None:
-        """Have the tensors in `result` say so. What has another shape depends on values, and knows itself."""
+        """Set these strides and offsets on the tensors in `result`. One of another shape depends on values, and has its
+        own already."""
         tensors = [out for out in tree_flatten(result)[0] if isinstance(out, Wrapper)]
         if len(tensors) != len(self.of_results):
             return
@@ -181,8 +183,8 @@ _CHECKED = 8  # simulated ranks whose shapes are looked at
 
 def check_shapes(name: str, result: Given) -> Given:
     """Return what the first run of a plan gave. Raise where the local shape is not the one that the layout says: torch
-    told the planner another shape than it computes. On GPUs some kernels return a buffer for their own use that is
-    empty, of which torch says something else."""
+    told the planner another shape than it computes. Some GPU kernels return an empty internal buffer, for which torch
+    told another shape; that is allowed."""
     for out in tree_flatten(result)[0]:
         if isinstance(out, Wrapper) and not out._layout.mesh.comm.outside and out._layout.device.type == "cpu":
             layout, comm = out._layout, out._layout.mesh.comm

@@ -1,6 +1,7 @@
 """Writes that plain torch would notice: it keeps operands and results of an op for the op's gradient, and raises in the
-backward pass if one was written since. Local autograd does the same, but where an op first moves its operands or is a
-program of several ops, it keeps other tensors. For those, what plain torch would keep is looked up and watched here.
+backward pass if one was written since. Autograd on the local tensors does the same, except where an op first moves its
+operands or is a program of several ops: there it keeps other tensors. In these cases, this file finds out what plain
+torch would keep, and watches that.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ Plan = Callable[[Sequence[Any], dict[str, Any], list[Any], dict[str, Any]], Any]
 
 
 _SMALL = 2**12  # elements
-_SAYS_NOTHING = "CppFunction"  # the class of nodes that do not tell what they keep, as those of list ops
+_SAYS_NOTHING = "CppFunction"  # the class of autograd nodes that do not show what they keep, such as those of list ops
 
 
 class Kept(NamedTuple):
@@ -39,8 +40,8 @@ class Kept(NamedTuple):
 
     operands: tuple[int, ...] = ()
     results: tuple[int, ...] = ()
-    nothing: bool = False  # whether it is known to keep no tensor at all, not even one that is neither
-    renewed: frozenset[int] = frozenset()  # operands that the call writes besides: its gradient does not read them
+    nothing: bool = False  # whether it is known to keep no tensor at all, neither one of these nor another
+    renewed: frozenset[int] = frozenset()  # operands that the call also writes, which its gradient does not read
 
 
 class watched:
@@ -50,7 +51,7 @@ class watched:
     Args:
         plan: The plan.
         call: Its call.
-        moved: What moves each operand that the plan moves, by number; None for a program, which moves what it likes.
+        moved: The functions that move the operands, by number; None for a program, which may move anything.
     """
 
     def __init__(self, plan: Plan, call: CallShape, moved: dict[int, Again] | None) -> None:
@@ -68,7 +69,7 @@ class watched:
         operands = [fetch(args, kwargs, path) for path in self.paths]
         if is_saving_for_hooks():
             kept = self._kept_for(operands)
-            # a checkpoint computes again up to the last tensor that is kept, and runs what the program does before it
+            # a checkpoint recomputes up to the last kept tensor, and also runs what the program does before that
             with saved_tensors_hooks(_as_it_is, _as_it_is) if kept.nothing else contextlib.nullcontext():
                 return self.plan(args, kwargs, local_args, local_kwargs)
         result = self.plan(args, kwargs, local_args, local_kwargs)
@@ -115,8 +116,9 @@ def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
 def watched_from_before(
     func: Callable[..., object], name: str, args: Sequence[object], kwargs: dict[str, object], paths: Sequence[Path]
 ) -> Iterator[Callable[[object], object]]:
-    """Around a call that writes into its first argument, and reads tensors that share its memory: torch keeps those
-    from before the write, so it notices this very write. What is yielded takes the call's result, and returns it."""
+    """The context of a call that writes into its first argument and reads tensors that share its memory: torch keeps
+    them as they were before the write, so this write itself makes the backward pass raise. Yields a function that takes
+    the call's result and returns it."""
     operands = [fetch(args, kwargs, path) for path in paths]
     flags = [_local(tensor).requires_grad for tensor in operands]
     if not torch.is_grad_enabled() or not any(flags) or is_saving_for_hooks():
@@ -134,7 +136,7 @@ def watched_from_before(
             raise RuntimeError(refusal)
 
         written = [out for out in tree_flatten(result)[0] if isinstance(out, Wrapper)]
-        for out in written:  # a write to the copy of a view is repeated on what it is a copy of
+        for out in written:  # a write to a copied view is repeated on its base
             written += [copy.source for copy in COPIES.get(storage_id_of(out), ())[:1]]
         for node in {node for out in written for node in _nodes_of(_local(out), set())} if refusal else ():
             node.register_prehook(refuse)
@@ -158,7 +160,7 @@ class Check:
 
     def __init__(self, name: str, tensors: Sequence[Wrapper]) -> None:
         self.name = name
-        # weakly: what nobody holds nobody writes, and its memory is not for us to keep
+        # weak references: a freed tensor can no longer be written, and its memory must not be kept
         found = [(tensor, _in_memory(_local(tensor))) for tensor in tensors]
         self.seen = [(weakref.ref(t), t._rebinds, weakref.ref(local), local._version) for t, local in found]
 
@@ -168,7 +170,7 @@ class Check:
             raise RuntimeError(found)
 
     def refusal(self) -> str:
-        """What to raise; empty if nothing was written."""
+        """The text of the error to raise; empty if nothing was written."""
         for wrapper, rebinds, local, version in self.seen:
             tensor, value = wrapper(), local()
             writes = 0 if value is None else value._version - version
@@ -192,7 +194,7 @@ def _local(tensor: Wrapper) -> torch.Tensor:
 
 
 def _in_memory(local: torch.Tensor) -> torch.Tensor:
-    """The tensor that lives as long as somebody can write to this one: its base if it is a view, else itself."""
+    """The tensor that lives as long as this memory can be written: the base if this is a view, else itself."""
     return local if local._base is None else local._base
 
 
@@ -240,7 +242,7 @@ def _kept_with(
 
     def note_kept(tensor: torch.Tensor) -> torch.Tensor:  # hooks of the program, as a checkpoint's, see nothing
         packed.append(storage_id(tensor))
-        return tensor.detach()  # a result that its own node keeps would hold itself for ever
+        return tensor.detach()  # a result that is kept by its own node would never be freed
 
     with torch.enable_grad(), saved_tensors_hooks(note_kept, lambda tensor: tensor):
         leaves = [made(layout).requires_grad_(flag) for layout, flag in zip(layouts, flags, strict=True)]

@@ -86,7 +86,7 @@ def _by_mesh(func: Call, args: Sequence[Any], kwargs: Mapping[str, Any]) -> obje
 
 
 def _seen_on(tensor: Wrapper, mesh: Mesh, func: Call) -> Wrapper:
-    """A tensor on `mesh` that is on it, or the same memory there: of a number, which every rank has."""
+    """The tensor, if it is on `mesh`; a number, which every rank has, as a tensor on `mesh` with the same memory."""
     layout = tensor._layout
     if layout.mesh is mesh:
         return tensor
@@ -146,7 +146,7 @@ def _is_whole_beside(tensor: Wrapper, mesh: Mesh) -> bool:
 
 
 def _lowered(tensor: Distributed, mesh: Mesh, name: str) -> Distributed:
-    """The tensor on a part of its mesh."""
+    """The same tensor on a sub-mesh of its mesh."""
     if tensor._layout.mesh is mesh:
         return tensor
     if not _is_whole_beside(tensor, mesh):  # a number
@@ -157,7 +157,7 @@ def _lowered(tensor: Distributed, mesh: Mesh, name: str) -> Distributed:
 
 
 def _lifted(tensor: Distributed, mesh: Mesh) -> Distributed:
-    """The tensor on a mesh that its own is a part of, the same in every row."""
+    """The tensor on a mesh of which its own is a sub-mesh, with the same value in every row."""
     if tensor._layout.mesh is mesh:
         return tensor
     return tensor.redistribute(mesh.source, spelled_out(tensor._layout, mesh).placements)

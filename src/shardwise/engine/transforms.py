@@ -1,9 +1,9 @@
 """torch.func on distributed tensors.
 
 A transform marks a tensor by wrapping it. Of a distributed tensor it wraps the local tensors (the tensor is *inside
-out*), so that inside of `grad`, `vjp` and `jvp` it still is one: its rules, moves and methods work as ever, and torch
+out*), so that inside of `grad`, `vjp` and `jvp` it still is one: its rules, moves and methods work as usual, and torch
 differentiates the ranks' own tensors. `vmap` wraps the whole tensor instead, because only so the dim it maps over may
-be cut. Where the two meet, the first is turned out: wrapped as a whole.
+be cut. Where the two meet, a tensor of the first kind is turned into one of the second, which is wrapped as a whole.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from shardwise.wrapper import Wrapper, wrap
 
 
 def take_tensors() -> None:
-    """Have torch's transforms take distributed tensors in and give them back as this file says."""
+    """Patch torch's transforms so that they wrap and unwrap distributed tensors as this file describes."""
     take_vmap(_without_older_vmap)
     take_jacfwd(_with_new_jacfwd)
     take_undefined_grad(lambda original: lambda: _done_to_locals(original()))
@@ -46,7 +46,7 @@ def take_tensors() -> None:
 
 
 def _done_to_locals(original: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of C++ on a tensor, done to the local tensors of a distributed one."""
+    """A C++ function on a tensor, applied to the local tensors of a distributed one."""
 
     def each(tensor: torch.Tensor, *args: Any) -> Any:
         if not isinstance(tensor, Wrapper):
@@ -62,8 +62,8 @@ def _on_whole(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _without_older_vmap(older: Callable[..., Any]) -> Callable[..., Any]:
-    """torch's older vmap, which knows neither moves nor local tensors with tangents: distributed tensors are mapped by
-    a call for each index."""
+    """torch's older vmap supports neither moves nor local tensors with tangents: distributed tensors are mapped by one
+    call per index."""
 
     def vmap(func: Callable[..., Any], in_dims: Any = 0, out_dims: Any = 0, *more: Any, **options: Any) -> Any:
         def mapped(*args: Any) -> Any:
@@ -90,7 +90,7 @@ def _with_new_jacfwd(older: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _one_by_one(func: Callable[..., Any], in_dim: int, out_dim: int, args: tuple[Any, ...]) -> Any:
-    """What vmap gives, by a call for each index."""
+    """The result of vmap, by one call per index."""
     count = next(x for x in tree_leaves(args) if isinstance(x, torch.Tensor)).shape[in_dim]
     at = lambda i: tree_map_only(torch.Tensor, lambda x: x.select(in_dim, i), args)  # noqa: E731
     made = [func(*at(i)) for i in range(count)]
@@ -117,8 +117,8 @@ def vmap_with_nones(func: Callable[..., Any]) -> Callable[..., Any]:
 
 # -- calls -------------------------------------------------------------------------------------------------
 def call_transformed(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> Any:
-    """The call of a function, by torch.func: what it unwraps comes back through `__torch_dispatch__`. NotImplemented
-    where no argument is wrapped as a whole."""
+    """Call a function through torch.func, which unwraps the arguments and comes back through `__torch_dispatch__`.
+    NotImplemented where no argument is wrapped as a whole."""
     if not any(isinstance(x, torch.Tensor) and is_outside(x) for x in tree_leaves((args, kwargs))):
         return NotImplemented
     args, kwargs = tree_map_only(Wrapper, turn_out, (tuple(args), dict(kwargs or {})))
@@ -157,7 +157,7 @@ def turn_out(tensor: Wrapper) -> torch.Tensor:
 
 
 class _Turned:
-    """What a distributed tensor is besides its local tensors."""
+    """A distributed tensor without its local tensors."""
 
     layout: Layout
     structure: Structure
@@ -247,7 +247,7 @@ class _TurnOut(_Turn):
 
 
 def with_batch_dim(layout: Layout, size: int) -> Layout:
-    """The layout of so many tensors of this one, stacked on a new first dim."""
+    """The layout of `size` tensors of this layout, stacked on a new first dim."""
     return layout.replace(shape=(size, *layout.shape), placements=_shifted(layout.placements, 0, 1))
 
 

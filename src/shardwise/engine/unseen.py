@@ -1,8 +1,9 @@
 """Writes through ``.data``: autograd does not see them, and computes gradients with the values that it finds then. A
-call that moved an operand keeps the moved copy, which has the old values. So before its gradient is computed, what was
-written since is moved again, into the copy. A program of several ops keeps whatever it made of its operands; there the
-backward pass raises if the values are not those from before (gradcheck writes, and writes back). It raises in any case
-if the program wrote into the local tensor of ``.data``: other ranks may have written nothing, and would move nothing.
+call that moved an operand keeps the moved copy, which has the old values. So before its gradient is computed, an
+operand that was written since is moved into the copy again. A program of several ops keeps what it made of its
+operands; there the backward pass raises if the values have changed (gradcheck writes, and restores the values). It
+always raises if the program wrote into the local tensor of ``.data``: other ranks may not have written, and would not
+take part in the move.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ Again = Callable[[LocalValue], LocalValue]  # moves the local value of an operan
 
 
 class _Seen:
-    """A tensor at one moment, and how often its memory had been written unseen."""
+    """A tensor at a certain time, with the number of unseen writes to its memory until then."""
 
     def __init__(self, name: str, tensor: Wrapper) -> None:
         memory = origin_of(tensor).memory
@@ -33,7 +34,7 @@ class _Seen:
 
     @property
     def is_written(self) -> bool:
-        """Whether it was written unseen; raises if that was by this process alone."""
+        """Whether it was written unseen since then; raises if only this process wrote."""
         tensor, memory = self.tensor(), self.memory()
         if memory is not None and memory.lent_writes != self.lent_writes:
             raise RuntimeError(self.refusal)
@@ -41,7 +42,7 @@ class _Seen:
         return replaced or (memory is not None and memory.unseen_writes != self.writes)
 
     def now(self) -> Wrapper:
-        """The tensor as it is; raises if it is gone, or another one by now."""
+        """The tensor with its present values; raises if it is gone, or has been changed into another one."""
         tensor = self.tensor()
         if tensor is None or tensor._layout is not self.layout:
             raise RuntimeError(self.refusal)
@@ -57,12 +58,12 @@ class _Seen:
 
 
 class TakenAgain:
-    """Called before the gradient of a call is computed that keeps the moved copy of an operand. The operand may be gone
-    by then, as `w.t()` is: its memory keeps what the ranks have of it, unless they had copied it."""
+    """Called before the gradient of a call that keeps the moved copy of an operand. The operand itself may be gone by
+    then, as `w.t()` is; its values are still in the memory of its base, unless the ranks had copied it."""
 
     def __init__(self, name: str, tensor: Wrapper, moved: LocalValue, again: Again) -> None:
         self.seen, self.again, comm = _Seen(name, tensor), again, tensor._layout.mesh.comm
-        self.moved = [weakref.ref(value) for value in comm.values(moved)]  # weakly: autograd's own
+        self.moved = [weakref.ref(value) for value in comm.values(moved)]  # weak references: autograd owns them
         values = comm.values(tensor._local)
         if values[0]._base is not None and not any(map(_is_copy, values)):
             memory = origin_of(tensor).memory
@@ -86,14 +87,14 @@ class TakenAgain:
 
 
 def _is_copy(view: torch.Tensor) -> bool:
-    """Whether it had to be copied, and so does not show what is written to what it is a view of."""
+    """Whether the view had to be copied, so that it does not show writes to its base."""
     storage = storage_id(view)
     return storage in COPIES or source_of_local_copy(storage) != storage
 
 
 class Unchanged:
-    """Called before the gradient of a program is computed whose operand plain torch keeps. What the operand was is
-    remembered only while somebody may write to it unseen."""
+    """Called before the gradient of a program whose operand plain torch keeps. The old values of the operand are stored
+    only once something can write to it unseen."""
 
     def __init__(self, name: str, tensor: Wrapper) -> None:
         self.seen, self.is_done = _Seen(name, tensor), False
@@ -106,7 +107,7 @@ class Unchanged:
             self.remember()
 
     def remember(self) -> None:
-        """Keep the values: somebody is given what can be written to."""
+        """Store the values, since the program is given a tensor through which it can write unseen."""
         tensor = self.seen.tensor()
         if self.before is None and tensor is not None and not self.seen.is_written:
             comm, local = tensor._layout.mesh.comm, tensor._local

@@ -1,4 +1,4 @@
-"""Layouts: pure integers. Imports nothing above it."""
+"""Layouts: which rank holds which indices. Pure integers; imports nothing of the layers above."""
 
 from shardwise.layout.layout import Layout
 from shardwise.layout.placement import Partial, Placement, Replicate, Shard, StridedShard, as_placement, as_placements

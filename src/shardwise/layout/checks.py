@@ -1,4 +1,4 @@
-"""What placements, and values from outside, must be to make a layout; and placements in their canonical form."""
+"""Checks of what makes a layout: placements, and values from outside. Brings placements into their canonical form."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def check_sizes(shape: tuple[Any, ...], stride: tuple[Any, ...]) -> None:
 
 
 def _as_many(mesh: MeshLike, placements: tuple[Placement, ...]) -> list[str]:
-    """Placements for an error to show: those that were given, and Replicate() for axes without."""
+    """Placements for an error message: the given ones, and Replicate() for axes that have none."""
     shown = list(map(repr, placements[: len(mesh.shape)]))
     return shown + ["Replicate()"] * (len(mesh.shape) - len(shown))
 

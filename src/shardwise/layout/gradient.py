@@ -20,8 +20,8 @@ def grad_placements(placements: Sequence[Placement]) -> tuple[Placement, ...]:
 
 @functools.partial(cached_on_mesh, "grad layouts", 4096)
 def grad_layout(layout: Layout) -> Layout:
-    """The layout of the gradient of a tensor with this layout. In memory it lies as the tensor does if that has no
-    holes, else row by row: so torch accumulates it."""
+    """The layout of the gradient of a tensor with this layout. Its strides are those of the tensor if that has no holes
+    in memory, else those of a contiguous tensor: torch accumulates gradients in this way."""
     stride = layout.stride if is_dense(layout.shape, layout.stride) else None
     return layout.replace(placements=grad_placements(layout.placements), stride=stride)
 
@@ -34,5 +34,5 @@ def summed_axes(layout: Layout) -> tuple[int, ...]:
 
 @functools.partial(cached_on_mesh, "unsummed axes", 4096)
 def unsummed_axes(layout: Layout) -> tuple[int, ...]:
-    """The axes along which ranks hold the parts of another reduction than a sum."""
+    """The axes along which ranks hold the parts of a reduction that is not a sum."""
     return tuple(axis for axis, p in enumerate(layout.placements) if p.is_partial() and not p.is_partial("sum"))

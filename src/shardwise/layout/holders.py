@@ -1,4 +1,5 @@
-"""Who holds what of a set of indices: the work grows with the holders that are found, not with the ranks there are."""
+"""Who holds which of a set of indices. The work grows with the holders that are found, not with the size of the
+mesh."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ Spot = tuple[tuple[int, int], ...]  # (axis, coordinate) for each axis that cuts
 def holders_of(layout: Layout, dim: int, wanted: Intervals, pinned: Mapping[int, int]) -> list[tuple[Spot, Intervals]]:
     """The coordinates, on the axes that cut `dim`, of those who hold some of `wanted`, and what they hold of it.
 
-    On the axes in `pinned` only that coordinate is looked at.
+    On the axes in `pinned` only the given coordinate is considered.
     """
     found: list[tuple[Spot, int, Intervals]] = [((), 0, normalize([(0, layout.shape[dim])]))]
     for axis in layout.axes_of(dim):

@@ -150,7 +150,7 @@ class Layout:
         Args:
             dim: A dim of the tensor, counted from the front.
             coords: Where the rank stands in the mesh.
-            axes: Look at that many mesh axes only, from the first on; by default at all.
+            axes: Consider only the first `axes` mesh axes; by default all.
         """
         cutting = tuple(a for a in self.axes_of(dim) if axes is None or a < axes)
         key = (dim, tuple((a, coords[a]) for a in cutting))
@@ -262,7 +262,7 @@ class Layout:
 
     @property
     def digest(self) -> int:
-        """A number that is the same in all processes; layouts that cut differently, or something else, have others."""
+        """A number that is equal for equal layouts in all processes, and another one for layouts that differ."""
         if self._digest is None:
             cuts = [p.pieces if isinstance(p, Shard) else None for p in self.placements]
             facts = self.shape, str(self.dtype), self.placements, cuts, self.mesh.shape, self.mesh.axis_names
@@ -274,14 +274,14 @@ class Layout:
 
 
 def living_layouts() -> list[Layout]:
-    """Every layout that somebody uses now."""
+    """Every layout that is in use now."""
     return list(_interned.values())
 
 
 def _rebuild_layout(
     mesh: object, placements: Iterable[object], shape: object, dtype: object, stride: object, device: object
 ) -> Layout:
-    """A pickled layout again, from values that may be anything."""
+    """Rebuild a pickled layout. The values come from outside, so they are checked."""
     if not isinstance(mesh, MeshLike):
         raise LayoutError(f"layout: mesh must be a mesh, got {mesh!r} ({type(mesh).__name__})")
     return Layout.make(mesh, placements, *checked_values(shape, dtype, stride, device))

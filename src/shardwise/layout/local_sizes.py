@@ -1,4 +1,4 @@
-"""How much the ranks of a layout hold, compared with each other: what all ranks can answer alike."""
+"""How much the ranks of a layout hold. Every rank computes the same answers without asking the others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Caches that belong to a mesh: what was worked out for its layouts goes when nobody uses the mesh any more."""
+"""Caches that belong to a mesh, so that they are freed together with it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _count = itertools.count()
 def cached_on_mesh(name: str, maxsize: int, func: Callable[..., T]) -> Callable[..., T]:
     """A function of a layout and other hashable arguments, with a bounded cache on the layout's mesh.
 
-    A table for all meshes would keep them, and everything made for them, for good.
+    One cache for all meshes would keep every mesh alive, and all that was computed for it.
     """
     key = f"_cache_{next(_count)}"  # of the table among the attributes of a mesh
     tables: weakref.WeakSet[Any] = weakref.WeakSet()

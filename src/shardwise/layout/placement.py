@@ -316,7 +316,7 @@ def _is_placement(value: object) -> bool:
 
 
 def as_placement(value: Any, name: str = "placement") -> Placement:
-    """Our placement for `value`: one of ours as it is, one of torch's by what it says of itself."""
+    """Our placement for `value`, which is ours already or one of torch's."""
     if isinstance(value, Placement):
         return value
     if _is_placement(value):

@@ -41,14 +41,14 @@ def within(outer: Region, inner: Region) -> Region:
 
 
 def smallest_around(regions: Iterable[Region]) -> Region:
-    """The smallest region that has all of these inside."""
+    """The smallest region that contains all of these."""
     return tuple(normalize(itertools.chain.from_iterable(sides)) for sides in zip(*regions, strict=True))
 
 
 def cut_region(region: Region, parts: int, i: int) -> Region:
-    """Part `i` of a region cut along its first side that is long enough (else its longest).
-
-    Everyone who counts the same indices gets the same part, and the parts of a whole tensor are runs of its memory.
+    """Part `i` of `parts` equal parts of a region. It is cut along its first side that is long enough, else along its
+    longest. The parts depend on the lengths of the sides only, so sender and receiver get the same ones; the parts of a
+    whole tensor are contiguous in memory.
     """
     if parts == 1 or not region:
         return region if i == 0 else tuple(() for _ in region)
@@ -105,7 +105,7 @@ def box_at(start: int, sizes: Sequence[int], shape: Sequence[int]) -> Region:
 
 
 def run_start(region: Region, shape: Sequence[int]) -> int | None:
-    """Where a region of a contiguous tensor of this shape begins in memory, if it is one run of it."""
+    """Where a region of a contiguous tensor of this shape begins in memory; None unless it is contiguous there."""
     start, stride, whole = 0, 1, True
     for side, n in zip(reversed(region), reversed(shape), strict=True):
         if len(side) != 1:

@@ -1,4 +1,4 @@
-"""Tiles: tiles of global indices. One of them, many as arrays, and which of many meet, overlap or leave a hole.
+"""Tiles: boxes of global indices. A single one, many as arrays, and which of many meet, overlap or leave a hole.
 
 Pure integers, by sweeps: thousands of tiles cost milliseconds.
 """
@@ -13,7 +13,7 @@ import numpy as np
 
 
 class Tile(NamedTuple):
-    """A tile of global indices that one rank holds."""
+    """A box of global indices that one rank holds."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -43,7 +43,7 @@ class Tiles(NamedTuple):
         return Tiles(self.starts[rows], self.ends[rows])
 
     def meet(self, other: Tiles) -> Tiles:
-        """Row by row, what both share."""
+        """The intersections, row by row."""
         return Tiles(np.maximum(self.starts, other.starts), np.minimum(self.ends, other.ends))
 
     def __len__(self) -> int:
@@ -51,7 +51,7 @@ class Tiles(NamedTuple):
 
 
 def as_tuples(rows: np.ndarray) -> list[tuple[int, ...]]:
-    """The rows of an array, without a list for each on the way."""
+    """The rows of an array as tuples, without a temporary list per row."""
     return list(zip(*rows.T.tolist())) if rows.shape[1] else [()] * len(rows)
 
 
@@ -76,8 +76,8 @@ _MOST_AT_ONCE = 4_000_000  # candidate pairs, so that tiles that all overlap do 
 
 
 def _meetings(one: Tiles, other: Tiles) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """A coarse grid is laid over the tiles, about one tile per cell; tiles that reach into the same cell are compared.
-    A pair counts in the cell of the first element both have, so it is found once."""
+    """Lay a coarse grid over the tiles, about one tile per cell, and compare the tiles that reach into the same cell. A
+    pair is counted in the cell of its first common element only, so that it is found once."""
     if len(one) * len(other) <= _FEW:
         low, high = np.maximum(one.starts[:, None], other.starts), np.minimum(one.ends[:, None], other.ends)
         i, j = np.nonzero((low < high).all(axis=2))
@@ -104,7 +104,7 @@ def _meetings(one: Tiles, other: Tiles) -> Iterator[tuple[np.ndarray, np.ndarray
 
 
 def _grid(one: Tiles, other: Tiles) -> list[np.ndarray]:
-    """The lines of the grid in each dim, where many tiles start; as many cells as tiles, about."""
+    """The lines of the grid in each dim, at places where many tiles start; about as many cells as tiles."""
     starts = np.concatenate([one.starts, other.starts])
     distinct = [np.unique(starts[:, dim]) for dim in range(starts.shape[1])]
     lines, budget = list(distinct), max(len(one), len(other), 1)
@@ -164,7 +164,7 @@ def _first_twins(tiles: Tiles) -> tuple[int, int] | None:
 
 
 def _neighbours_alone(tiles: Tiles) -> bool:
-    """A quick yes where the tiles follow each other in some dim."""
+    """A quick check: True where the tiles follow each other in some dim, so that none overlap."""
     full = tiles.take(tiles.volumes > 0)
     for dim in range(tiles.starts.shape[1]):
         order = np.argsort(full.starts[:, dim], kind="stable")
@@ -206,4 +206,4 @@ def cells_of(tiles: Tiles) -> Tiles:
             grid = [(*cell, interval) for cell in grid for interval in side]
         out.update(grid)
     cells = Tiles.of([(tuple(a for a, _ in c), tuple(b - a for a, b in c)) for c in sorted(out)])
-    return cells if first_overlap(cells) is None else cells_of(cells)  # neighbours may cut a place differently fine
+    return cells if first_overlap(cells) is None else cells_of(cells)  # neighbours may have cut one place differently

@@ -40,7 +40,7 @@ class TileSet:
 
     @staticmethod
     def owned(ranks: np.ndarray, tiles: Tiles) -> TileSet:
-        """Tiles in any order of owners; a rank's tiles keep theirs."""
+        """A set of tiles given with their owners, in any order. The tiles of one rank keep their order."""
         order = np.argsort(ranks, kind="stable")
         slots = np.empty(len(ranks), dtype=np.int64)
         slots[order] = np.arange(len(ranks)) - np.searchsorted(ranks[order], ranks[order], side="left")
@@ -64,7 +64,7 @@ class TileSet:
         return TileSet(np.array(ranks, dtype=np.int64), slots, Tiles.of(tiles, layout.ndim), where, wholes)
 
     def of_width(self, ndim: int | None) -> TileSet:
-        """This set; one without tiles as one of that many dims."""
+        """This set; an empty one becomes an empty set of tiles of `ndim` dims."""
         return self if len(self.tiles) else replace(self, tiles=Tiles.of([], ndim or 0))
 
     @property

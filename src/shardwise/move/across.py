@@ -1,8 +1,8 @@
 """From a layout on one mesh to a layout on another: other shapes of the same ranks, fewer, more or other ranks.
 
-Pending sums are reduced on the source's mesh, where that needs the fewest bytes; then the tiles the ranks of one mesh
-hold go to those of the other that need them, in one exchange (tiles.py); parts of a sum are made on the target's mesh.
-Between a mesh and its own sub-mesh (`mesh["tp"]`, of which every rank sees its own) it is a move on the larger one.
+Pending sums are reduced on the source's mesh, where that needs the fewest bytes. Then every rank of the target's mesh
+gets the tiles it needs, in one exchange (tiles.py). If the target is Partial, the parts are made on its mesh. A move
+between a mesh and its own sub-mesh (`mesh["tp"]`, where each rank sees another one) is a move on the larger mesh.
 """
 
 from __future__ import annotations
@@ -39,19 +39,20 @@ from shardwise.protocols import Holder, LocalValue, MeshLike
 
 @dataclass(frozen=True, eq=False)
 class CrossStep(Step):
-    """What the ranks of one mesh hold, on those of another: nothing is pending before or after."""
+    """The step that brings what the ranks of one mesh hold to the ranks of another. Nothing is pending before or
+    after."""
 
     src: Layout
     dst: Layout
     plan: TilePlan
-    ranks: tuple[int, ...]  # everyone who takes part
+    ranks: tuple[int, ...]  # all ranks that take part
 
     kind = "all_to_all"
     where = "meshes"
 
     @property
     def partner(self) -> CrossStep:
-        """The gradient of what a rank got goes back to where the source was held."""
+        """The step of the gradient: from the ranks that got something back to those that held the source."""
         return CrossStep(self.dst, self.src, self.plan.reverse, self.ranks)
 
     def comm_after(self, comm: Holder) -> Comm:
@@ -117,7 +118,7 @@ class CrossStep(Step):
 
 
 class Crossing(NamedTuple):
-    """The steps of a move between two meshes: on the one, from it to the other, and there."""
+    """The steps of a move between two meshes: on the first mesh, from it to the second, and on the second."""
 
     before: Steps
     exchange: CrossStep
@@ -162,7 +163,8 @@ def move_across(local: LocalValue, src: Layout, dst: Layout, note: Note) -> Loca
 
 
 def _check_groups(comm: SimulatedComm, local: RankTensor, src: Layout) -> None:
-    """LayoutError where the groups of a simulated sub-mesh hold different values: only one of them would move."""
+    """Raise LayoutError where the groups of a simulated sub-mesh hold different values, since only those of one group
+    would move."""
     with torch.no_grad():
         for axis, place in enumerate(src.placements):
             if isinstance(place, Partial):  # groups may have different parts of the same value
@@ -187,7 +189,7 @@ class MeshOfUser(MeshLike, Protocol):
 
 
 def is_part_of(part: MeshOfUser, whole: MeshOfUser) -> bool:
-    """Whether `part` is what `whole[names]` gives: this rank's own line of it."""
+    """Whether `part` is what `whole[names]` gives: the sub-mesh that this rank is in."""
     if len(part.shape) >= len(whole.shape) or not set(part.axis_names) <= set(whole.axis_names):
         return False
     if part.comm.simulated or part.comm.outlined:
@@ -211,7 +213,7 @@ def spelled_out(layout: Layout, whole: MeshLike) -> Layout:
 
 
 def _each_line_its_own(value: LocalValue, dst: Layout) -> LocalValue:
-    """On a simulated sub-mesh every line has a tensor of its own, which its graph treats on its own."""
+    """On a simulated sub-mesh, give every group of ranks a tensor of its own, with a graph of its own."""
     comm = dst.mesh.comm
     if not comm.simulated:
         return value

@@ -1,4 +1,4 @@
-"""A move under way. Whoever needs the values first waits for it; an error is raised to all who ask."""
+"""A move under way. The first use of its values waits for it; if it failed, every use raises the error."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ Finish = Callable[[], object]
 
 
 class Arrival:
-    """The local value that a move will have filled, given to those who wait for it.
+    """The local value that a move is filling. `wait` returns it once it is complete.
 
     The source is read until the move is done, so a write to it in the meantime is an error.
 
     Args:
-        local: The value that is coming.
+        local: The tensors that the move fills.
         finish: Waits for it.
         sources: The tensors it is read from, and their versions when the move began.
         what: The source in words.
@@ -37,11 +37,11 @@ class Arrival:
 
     @property
     def failed(self) -> bool:
-        """Whether it is known that the value will not come."""
+        """Whether the move is known to have failed."""
         return self._error is not None
 
     def wait(self) -> LocalValue:
-        """The value, once it is there. Every call raises what the first one raised."""
+        """The value, once the move is done. If the first call raised an error, every later one raises it too."""
         with self._lock:
             finish, self._finish = self._finish, None
             if finish is not None:
@@ -54,7 +54,7 @@ class Arrival:
         sources, self._sources = self._sources, ()
         try:
             finish()
-        except RanksDifferError:  # found before the wait: the values still come
+        except RanksDifferError:  # found before the wait: the values still arrive
             self._finish, self._sources = finish, sources
             raise
         except Exception as error:

@@ -20,14 +20,14 @@ Parcel = tuple[CrossStep, torch.Tensor]  # a move between meshes, and what this 
 
 
 class _Together(Exchanged):
-    """Several plans as one, of bytes."""
+    """Several plans joined to one that moves bytes."""
 
     def __init__(self, parcels: Sequence[Parcel]) -> None:
         self.parcels = parcels
         self.kept: dict[Any, Any] = {}
 
     def routes(self, member: int) -> Routes:
-        """The tensors of all plans one after the other, their messages too."""
+        """The routes of all plans: their tensors, and their messages, follow each other."""
         held: list[Shape] = []
         needed: list[Shape] = []
         sends: dict[Member, list[Place]] = {}
@@ -51,7 +51,8 @@ class _Together(Exchanged):
 
 
 def _in_bytes(pieces: Pieces, tensors: Sequence[Shape], width: int, first: int) -> list[Place]:
-    """Pieces of tensors that are seen as bytes: the last dim is that much longer. Slots count from `first`."""
+    """The same pieces of tensors that are viewed as bytes, with a last dim that is `width` times longer. Slots count
+    from `first`."""
 
     def stretched(region: Region) -> Region:
         last = region[-1] if region else ((0, 1),)
@@ -62,12 +63,13 @@ def _in_bytes(pieces: Pieces, tensors: Sequence[Shape], width: int, first: int) 
 
 
 def _longer(shape: Sequence[int], width: int) -> Shape:
-    """A shape in bytes; one dim where there is none."""
+    """The shape of a tensor that is viewed as bytes; a tensor without dims gets one."""
     return (*shape[:-1], (shape[-1] if shape else 1) * width)
 
 
 def exchange_parcels(parcels: Sequence[Parcel], bucket_bytes: int, note: Note) -> list[torch.Tensor]:
-    """What this rank holds of each afterwards. Buckets are cut alike on all ranks: by what the fullest one sends."""
+    """What this rank holds of each tensor afterwards. All ranks form the same buckets, by what the rank with most to
+    send sends."""
     out: list[torch.Tensor] = []
     bucket: list[Parcel] = []
     size = 0
@@ -99,12 +101,12 @@ def _exchange(bucket: Sequence[Parcel], note: Note) -> list[torch.Tensor]:
 
 
 def _bytes_of(x: torch.Tensor) -> torch.Tensor:
-    """The memory of a tensor as bytes, with its dims; one dim where it has none."""
+    """The memory of a tensor as bytes, with the same number of dims (at least one)."""
     return as_bytes(x.resolve_conj().resolve_neg().contiguous().view(-1)).view(_longer(x.shape, x.itemsize))
 
 
 def _from_bytes(flat: torch.Tensor | None, step: CrossStep, rank: int, like: torch.Tensor) -> torch.Tensor:
-    """The tensor these are the bytes of; an empty one where this rank gets nothing."""
+    """The tensor that these bytes stand for; an empty one where this rank gets nothing."""
     if flat is None:
         return like.new_empty(0)
     return flat.view(-1).view(like.dtype).view(step.dst.local_shape(rank))

@@ -34,9 +34,9 @@ class CostModel:
         return self.axes[axis].latency + bytes_in / self.axes[axis].bandwidth
 
     def over(self, axes: Sequence[int], sizes: Sequence[int], bytes_in: float) -> float:
-        """One exchange among all ranks along some axes. Starting it takes a latency for every doubling of their number.
-        What comes from a rank that differs on several axes comes over the slowest of them; of equal shares from
-        everyone, all but one in k cross a slowest axis of k ranks."""
+        """One exchange among all ranks along some axes. Its latency grows with the logarithm of their number. Between
+        ranks that differ on several axes, bytes go at the speed of the slowest of these axes: if all send equal shares,
+        (k - 1) / k of the bytes cross a slowest axis of k ranks."""
         doublings = math.log2(max(math.prod(sizes[a] for a in axes), 2))
         seconds, rest = doublings * max(self.axes[a].latency for a in axes), bytes_in
         slowest_first = sorted(axes, key=lambda a: self.axes[a].bandwidth)
@@ -59,7 +59,7 @@ _defaults: dict[int, CostModel] = {}
 
 
 def cost_of(mesh: MeshLike) -> CostModel:
-    """The costs of a mesh: what was measured, else the defaults."""
+    """The cost model of a mesh: the measured one, else the default."""
     found = _measured.get(mesh) if _measured else None
     if found is not None:
         return found
@@ -70,5 +70,5 @@ def cost_of(mesh: MeshLike) -> CostModel:
 
 
 def set_cost(mesh: MeshLike, model: CostModel) -> None:
-    """From now on moves and strategies on this mesh are priced by `model`; cached plans must be dropped."""
+    """Price moves and strategies on this mesh by `model` from now on. The caller must drop cached plans."""
     _measured[mesh] = model

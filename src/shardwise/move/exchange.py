@@ -1,4 +1,4 @@
-"""One exchange among the ranks along some axes: everyone gets what it needs from those who hold it.
+"""One exchange among the ranks along some axes: every rank gets what it needs from ranks that hold it.
 
 A rank needs its tiles of the target layout. What it holds itself never travels; of several holders the one with the
 needer's own coordinates (on the axes where the source is Replicate) sends. Where the source is a sum of parts, every
@@ -41,10 +41,10 @@ _SENDING_BACKENDS = ("gloo", "nccl")  # backends that are known to send from ran
 
 @dataclass(frozen=True, eq=False)
 class RoutedStep(Exchanged, MeshStep):
-    """A step that says who holds and who needs what. On processes it is a transfer; where all ranks are in one
-    process, everything is put into one tensor, and everyone takes its own."""
+    """A step that knows which rank holds and which needs what. On processes it is a transfer. Where all ranks are in
+    one process, they write into one common tensor, and each takes its result out of it."""
 
-    kept: dict[Any, Any] = field(default_factory=dict, kw_only=True)  # what was worked out for a rank
+    kept: dict[Any, Any] = field(default_factory=dict, kw_only=True)  # what was computed for a rank before
 
     # -- what it is -----------------------------------------------------------------------------------------
     @abstractmethod
@@ -64,7 +64,8 @@ class RoutedStep(Exchanged, MeshStep):
         return coords
 
     def room_for(self, coords: Coords) -> tuple[Shape, Region] | None:
-        """The shape of a tensor of zeros and the place in it where the result stands, if it stands in one."""
+        """Where the result is to stand at a place in a tensor of zeros: the shape of that tensor, and the place. Else
+        None."""
         return None
 
     # -- running --------------------------------------------------------------------------------------------
@@ -108,7 +109,7 @@ class RoutedStep(Exchanged, MeshStep):
         )
 
     def outlined_buffers(self, coords: Coords) -> int:
-        """Bytes of packed parts, out and in, worked out without looking at every peer."""
+        """Bytes of the buffers for sending and receiving, computed without looking at every peer."""
         return 2 * self.bytes_in(coords)
 
     def _among(self, values: Sequence[torch.Tensor], coords: Sequence[Coords]) -> list[torch.Tensor]:
@@ -124,7 +125,7 @@ class RoutedStep(Exchanged, MeshStep):
         return tensor_of_its_own(pick(local, self._own(coords)), self.room_for(coords))  # type: ignore[arg-type]
 
     def _own(self, coords: Coords) -> Region | None:
-        """Where what a rank needs is in its own tensor, if it has all of it."""
+        """If a rank has all that it needs, the place of that in its own tensor; else None."""
         found = self.kept.get(("own", coords), self)
         if found is self:
             held, needed = self.held(coords), self.needed(coords)
@@ -139,7 +140,7 @@ class RoutedStep(Exchanged, MeshStep):
         return ()
 
     def _together(self, coords: Sequence[Coords]) -> Together:
-        """What the ranks of a group do in one memory."""
+        """What the ranks of a group do where all are in one process."""
         takes: dict[Coords, Taken] = {}
         around = smallest_around([self.held(at) for at in coords] + [self.needed(at) for at in coords if self.zeros])
         for rank, at in enumerate(coords):
@@ -163,11 +164,12 @@ class RoutedStep(Exchanged, MeshStep):
 
 @dataclass(frozen=True, eq=False)
 class Exchange(RoutedStep):
-    """From `layout` to `dst`, which differ on `axes` only (or whose splits there are nested in one that differs).
+    """The exchange from `layout` to `dst`. They differ on `axes` only; `axes` includes those whose splits are nested in
+    one that differs.
 
-    On the axes in `spread` the result, Replicate there, enters a call that is split: the gradients add up. What
-    travels goes in `rounds` parts, so that buffers stay small. Where a `Padded` step follows, the result stands at its
-    place among the zeros of a tensor of the layout `inside`.
+    On the axes in `spread` the result is Replicate and enters a split call, so its gradients add up. The bytes go in
+    `rounds` parts, so that buffers stay small. Where a `Padded` step follows, the result is made at its place in a
+    tensor of zeros of the layout `inside`.
     """
 
     dst: Layout
@@ -206,7 +208,8 @@ class Exchange(RoutedStep):
 
     @cached_property
     def partner(self) -> Exchange:
-        """The way of the gradient: the parts of a sum all get the sum's gradient, and a spread value's add up."""
+        """The exchange of the gradient: all parts of a sum get the gradient of the sum, and the gradients of a spread
+        value add up."""
         if self.reduces and self.reduce_op != "sum":
             raise MoveError(f"{self} has no gradient")
         others: dict[int, Placement] = {
@@ -218,7 +221,8 @@ class Exchange(RoutedStep):
 
     # -- who sends what to whom -----------------------------------------------------------------------------
     def incoming(self, coords: Coords) -> tuple[tuple[tuple[Coords, ...], Region], ...]:
-        """For each part of what `coords` will hold: who has it (itself, where it does), and its place there."""
+        """The parts of what `coords` will hold: for each the rank that has it (possibly `coords` itself), and its place
+        in the result."""
         found = self.kept.get(("in", coords))
         if found is None:
             found = self.kept["in", coords] = tuple(self._incoming(coords))
@@ -258,7 +262,7 @@ class Exchange(RoutedStep):
                 yield peer, region
 
     def _shared_with_needers(self, coords: Coords) -> dict[int, int]:
-        """The coordinates that those who need something from `coords` have in common with it."""
+        """The coordinates that `coords` shares with every rank that needs something from it."""
         return {a: c for a, c in enumerate(coords) if a not in self.axes or self.src.placements[a].is_replicate()}
 
     def routes(self, member: Coords) -> Routes:
@@ -280,7 +284,8 @@ class Exchange(RoutedStep):
         return self.inside.local_shape_at(coords), within(self.inside.region(coords), self.dst.region(coords))
 
     def part_number(self, coords: Coords) -> int | None:
-        """Of ranks that hold the same, the first has it; of the parts of a sum, which one this is."""
+        """The number of the part of a sum that this rank has. Of several ranks that hold the same part, only the first
+        one counts."""
         number = 0
         for axis in self.axes:
             if axis in self.reduces:
@@ -291,8 +296,8 @@ class Exchange(RoutedStep):
 
     @cached_property
     def crossed(self) -> tuple[int, ...]:
-        """The axes along which anything travels. Along an axis on which the source is Replicate nothing does: a rank
-        gets everything from ranks that have its own coordinate there."""
+        """The axes along which anything is sent. Nothing is sent along an axis on which the source is Replicate: a rank
+        gets all it needs from ranks with its own coordinate there."""
         return tuple(a for a in self.axes if not self.src.placements[a].is_replicate())
 
     def shared_by(self, coords: Coords) -> Coords:
@@ -329,7 +334,8 @@ class Exchange(RoutedStep):
         return self.separate and along.backend in _SENDING_BACKENDS
 
     def native(self, along: Along) -> Native | None:
-        """The collective of the backend that is quicker than sending to each: gloo has none."""
+        """The backend's own collective that does this exchange faster than messages to each peer; None where there is
+        none, as with gloo."""
         if along.group is None or along.backend == "gloo":
             return None
         if self.stacks and along.in_order:
@@ -339,7 +345,7 @@ class Exchange(RoutedStep):
 
     @cached_property
     def stacks(self) -> bool:
-        """Whether an all-gather's parts, one rank after another in memory, are the result."""
+        """Whether this is an all-gather whose parts, stored rank after rank, are the result."""
         if self.kind != "all_gather":
             return False
         dims = {self.src.placements[a].dim for a in self.axes}  # type: ignore[attr-defined]
@@ -374,7 +380,7 @@ class Exchange(RoutedStep):
         pinned = self._shared_with_needers(coords)
         for dim, have in enumerate(self.src.region(coords)):
             if pinned.keys().isdisjoint(self.dst.axes_of(dim)):
-                sent *= count(have)  # every index has one place along the axes that cut the dim
+                sent *= count(have)  # every index is held once along the axes that cut the dim
             else:
                 sent *= sum(count(part) for _, part in holders_of(self.dst, dim, have, pinned))
             stays *= count(intersect(have, there[dim]))
@@ -382,7 +388,8 @@ class Exchange(RoutedStep):
         return (sent * math.prod(alike) - stays) * self.dst.dtype.itemsize
 
     def outlined_buffers(self, coords: Coords) -> int:
-        """Those of a backend that gathers and reduces natively where parts lie one after another, as NCCL does."""
+        """The buffers of a backend that, as NCCL, gathers and reduces parts natively if they follow each other in
+        memory."""
         received = self.bytes_in(coords)
         if self.kind == "reduce_scatter" and self.even and self.rounds == 1 and self.reduce_op == "sum":
             return 0 if self._one_after_another(self.dst, self.src, coords) else self.bytes_at(coords)
@@ -393,12 +400,13 @@ class Exchange(RoutedStep):
         return 2 * received // self.rounds
 
     def _one_after_another(self, cut: Layout, whole: Layout, coords: Coords) -> bool:
-        """Whether what a rank has in the layout `whole` is, in memory, what one rank after another has in `cut`."""
+        """Whether the memory of a rank's tensor in the layout `whole` is that of all ranks' tensors in the layout
+        `cut`, one rank after another."""
         dims = {cut.placements[a].dim for a in self.axes}  # type: ignore[attr-defined]
         return self.even and len(dims) == 1 and math.prod(whole.local_shape_at(coords)[: min(dims)]) == 1
 
     def buffer_bytes(self, coords: Coords) -> int:
-        """Those of the last round, which is the largest."""
+        """The buffers of the last round, which is the largest."""
         if self.kind == "local":
             return 0
         found = self.kept.get(("buffers", coords))
@@ -409,14 +417,14 @@ class Exchange(RoutedStep):
         return found
 
     def peers(self, coords: Coords) -> list[Coords]:
-        """Everyone along the axes that are crossed."""
+        """All ranks along the axes that are crossed."""
         ranges = [range(k) if a in self.crossed else (coords[a],) for a, k in enumerate(self.src.mesh.shape)]
         return list(itertools.product(*ranges))
 
     @cached_property
     def separate(self) -> bool:
-        """Whether every rank sends each of the others a message of its own: what many need is then packed once, not
-        for each of them. (Small parts go in one collective, which takes less time to start.)"""
+        """Whether every rank sends a separate message to each of the others. What many ranks need is then packed once,
+        not once for each. (Small parts go in one collective, which starts faster.)"""
         many = math.prod(self.src.mesh.shape[a] for a in self.crossed) > 2
         gathers = not self.reduces and all(self.dst.placements[a].is_replicate() for a in self.crossed)
         return gathers and many and largest_bytes(self.src) >= _SEPARATE_BYTES

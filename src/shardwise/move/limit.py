@@ -1,4 +1,5 @@
-"""How much memory a move may take beyond its source, and in how many rounds an exchange must go to stay inside."""
+"""How much memory a move may use in addition to its source, and how many rounds an exchange needs to stay within
+that."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ of_thread = _OfThread()
 
 
 class memory_cap:
-    """Inside, a move may use at most `limit` bytes of memory per rank in addition to its source; its result counts.
+    """In this context, a move uses at most `limit` bytes of memory per rank in addition to its source, its result
+    included.
 
     Without a cap, a move uses at most 1.1 times the memory of its source and result together."""
 
@@ -56,8 +58,8 @@ def budget(src: Layout, dst: Layout, memory: int | None) -> int | None:
 
 
 def rounds_for(step: Exchange, room: int, capped: bool) -> int:
-    """In how many rounds the exchange goes so that its buffers fit into `room`. Every rank must say the same, so all
-    look at the same ranks: the corners of the mesh along the step's axes."""
+    """How many rounds the exchange needs so that its buffers fit into `room` bytes. All ranks must get the same number,
+    so all look at the same ranks: the corners of the mesh along the step's axes."""
     bound = _most_buffers(step)
     if bound <= room:
         return 1
@@ -88,8 +90,8 @@ def _most_buffers(step: Exchange) -> int:
 
 
 def corners(shape: tuple[int, ...], axes: Iterable[int]) -> list[tuple[int, ...]]:
-    """The first and last coordinates along some axes, in all combinations (of more than three axes, some), and one in
-    the middle, whose own part stands between what comes from others."""
+    """All combinations of the first and the last coordinate along some axes (only some of more than three axes), and
+    one coordinate in the middle, whose own part lies between those it receives."""
     ends = [(0, k - 1) if k > 1 and a in axes else (0,) for a, k in enumerate(shape)]
     middle = tuple(k // 2 if a in axes else 0 for a, k in enumerate(shape))
     return list(dict.fromkeys([*itertools.islice(itertools.product(*ends), 8), middle]))

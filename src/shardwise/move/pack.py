@@ -18,7 +18,7 @@ def _indices(intervals: Intervals) -> numpy.ndarray:
 
 
 def _index(intervals: Intervals, like: torch.Tensor) -> torch.Tensor:
-    """An index tensor, made anew: one kept could come from a fake or inference mode."""
+    """A new index tensor. It is not cached: a cached one could have been made in a fake or inference mode."""
     return torch.as_tensor(_indices(intervals), device=like.device)
 
 
@@ -51,7 +51,7 @@ def take(x: torch.Tensor, dim: int, intervals: Intervals) -> torch.Tensor:
 
 # -- along all dims ----------------------------------------------------------------------------------------
 def pick(x: torch.Tensor, region: Region) -> torch.Tensor:
-    """What `x` has at these positions: a view where each side is one interval."""
+    """The elements of `x` at these positions; a view where each side is one interval."""
     x = _narrowed(x, region)
     for dim, side in enumerate(region):
         if not is_contiguous(side):
@@ -60,7 +60,7 @@ def pick(x: torch.Tensor, region: Region) -> torch.Tensor:
 
 
 def _narrowed(x: torch.Tensor, region: Region) -> torch.Tensor:
-    """`x` within the sides that are one interval."""
+    """`x` narrowed along the sides that are one interval."""
     for dim, side in enumerate(region):
         if is_contiguous(side):
             a, b = side[0] if side else (0, 0)

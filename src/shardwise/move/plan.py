@@ -1,4 +1,4 @@
-"""What a redistribute would do, as people read it: steps, bytes, memory and how little would have been enough."""
+"""The report on what a redistribute would do: steps, bytes, memory, and the lower bound of the bytes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from shardwise.move.across import CrossStep, plan_across
 from shardwise.move.planner import plan_steps, sample_coords
 from shardwise.move.steps import MeshStep
 
-_MOST_RANKS = 64  # of larger meshes, explain() looks at a few ranks: each has all others as peers
+_MOST_RANKS = 64  # explain() looks at all ranks of meshes up to this size, and at a few of larger ones
 
 
 class MovePlan:
@@ -40,7 +40,8 @@ class MovePlan:
         return sum(step.bytes_out(at) for step, at in self._taking_part(rank))
 
     def peak_bytes(self, rank: int) -> int:
-        """The most bytes `rank` holds beyond the source while the move runs: results, buffers, what is on the way."""
+        """The most bytes that `rank` holds in addition to the source while the move runs: results, buffers and
+        intermediate values."""
         most = before = 0  # the source is the caller's
         for step, at in self._taking_part(rank):
             if not step.reuses_memory:
@@ -50,7 +51,8 @@ class MovePlan:
         return most
 
     def _taking_part(self, rank: int) -> Iterator[tuple[Any, Any]]:
-        """The steps that a rank takes part in, each with who it is there: its coordinates on a mesh, or itself."""
+        """The steps that a rank takes part in, each with what names the rank there: its coordinates on a mesh, or its
+        number."""
         for step in self.steps:
             if isinstance(step, CrossStep):
                 yield step, rank
@@ -58,7 +60,7 @@ class MovePlan:
                 yield step, step.layout.mesh.coords(rank)
 
     def lower_bound(self, rank: int) -> int:
-        """Bytes that no plan can do without, as this rank's share.
+        """The bytes that any plan must transfer, as this rank's share.
 
         An element must come to every rank that needs it and does not hold it. A pending sum of K parts needs K - 1
         transfers of each element to come together, and one more for every further rank that needs it."""

@@ -1,12 +1,12 @@
-"""From one layout to another on the same mesh: which steps.
+"""Plans a move between two layouts on one mesh: chooses the steps.
 
-Where nothing is reduced, one exchange of tiles does it, and every rank receives exactly what it lacks. A pending sum
-is reduced on the way. There are several ways, priced by the cost model:
+Without a pending sum the move is one exchange of tiles, in which every rank receives exactly what it lacks. A pending
+sum can be reduced in several ways, priced by the cost model:
 
 - all-reduce, then keep or exchange;
 - send every part to those who need the sum;
-- reduce to a layout in which nothing is held twice, inside the target's tiles, and gather: each element then goes to
-  one rank as parts and to the others as a sum. Ranks that hold the same parts take a share each.
+- reduce to a layout in which every element is held once, inside the target's tiles, and gather: each element's parts go
+  to one rank, and the sum goes to the others. Ranks that hold the same parts each reduce a share.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def plan_steps(src: Layout, dst: Layout, spread: tuple[int, ...] = (), memory: i
 
 
 def without_sums(layout: Layout) -> Layout:
-    """A layout without parts that this one comes to with the fewest bytes: every sum ends up on one rank."""
+    """The layout without pending sums that can be reached with the fewest bytes: every sum ends up on one rank."""
     parts = [a for a, p in enumerate(layout.placements) if p.is_partial()]
     if not parts:
         return layout
@@ -94,8 +94,8 @@ class _Planner:
     # -- what differs ---------------------------------------------------------------------------------------
     @staticmethod
     def _differ(src: Layout, dst: Layout) -> tuple[int, ...]:
-        """Axes whose placement changes, and those nested inside one that does. (One coordinate holds everything,
-        whatever it is called.)"""
+        """Axes whose placement changes, and those nested inside one that changes. (An axis of one coordinate never
+        counts: that coordinate holds everything.)"""
         changed: list[int] = []
         touched: set[int] = set()
         for axis, (p, q) in enumerate(zip(src.placements, dst.placements, strict=True)):
@@ -106,8 +106,8 @@ class _Planner:
 
     # -- towards a Partial target ---------------------------------------------------------------------------
     def _before_partial(self) -> Layout:
-        """The target as it is before values become parts. Tiles with zeros around them are parts of a sum, so a cut
-        axis may stay cut, inside the target's tiles; else everyone must have the value."""
+        """The layout before values become the target's parts. Tiles with zeros around them are parts of a sum, so an
+        axis that is cut inside the target's tiles may stay cut; else every rank must have the value."""
         places = list(self.dst.placements)
         differ = self._differ(self.src, self.dst)
         something_travels = any(not self.src.placements[a].is_replicate() for a in differ)
@@ -155,7 +155,8 @@ class _Planner:
 
     # -- one exchange ---------------------------------------------------------------------------------------
     def _exchange(self, now: Layout, to: Layout) -> list[MeshStep]:
-        """From `now` to `to`, adding up what must be: at best one exchange, of as few ranks as can be."""
+        """The steps from `now` to `to` that also reduce pending sums: if possible one exchange among as few ranks as
+        possible."""
         axes = self._differ(now, to)
         if not axes:
             return []
@@ -172,7 +173,8 @@ class _Planner:
         return Exchange(now, axes, to, tuple(sorted(self.spread.intersection(gathers))))
 
     def _one_by_one(self, now: Layout, to: Layout) -> Iterable[list[MeshStep]]:
-        """The same axis by axis, slow ones first and fast ones first: an axis that is slow may then carry less."""
+        """The same axis by axis, in two orders: slow axes first, and fast axes first. A slow axis may then carry fewer
+        bytes."""
         axes = self._differ(now, to)
         for sign in (1, -1):
             at = now
@@ -217,7 +219,7 @@ class _Planner:
         return self._best(ways, now)
 
     def _all_reduced(self, now: Layout, axes: tuple[int, ...]) -> Iterable[list[MeshStep]]:
-        """Over all axes at once: the fewest bytes. Axis by axis: sooner begun."""
+        """All-reduces over all axes at once, which takes the fewest bytes, and axis by axis, which has less latency."""
         yield [AllReduce(now, axes)]
         if len(axes) > 1:
             steps: list[MeshStep] = []
@@ -227,7 +229,7 @@ class _Planner:
             yield steps
 
     def _replicas(self, now: Layout, to: Layout) -> tuple[int, ...]:
-        """The axes on which nothing changes because all hold the same: they could share the work."""
+        """The axes that stay Replicate: the ranks along them hold the same and could share the work."""
         return tuple(
             a
             for a, k in enumerate(now.mesh.shape)
@@ -236,13 +238,14 @@ class _Planner:
 
     # -- prices and memory ----------------------------------------------------------------------------------
     def _best(self, ways: list[list[MeshStep]], now: Layout) -> list[MeshStep]:
-        """The cheapest of those whose results fit into the memory there is."""
+        """The cheapest of the ways whose results fit into the available memory."""
         if len(ways) == 1:
             return ways[0]
         return min([way for way in ways if self._fits(way, now)] or ways, key=self._price)
 
     def _price(self, steps: list[MeshStep]) -> float:
-        """Seconds: what the busiest rank receives counts, and what all receive, as they share the wires."""
+        """Seconds. Both the bytes of the busiest rank and the bytes of all ranks count, since ranks share the
+        network."""
         return sum(self._price_of(step) for step in steps if step.kind != "local")
 
     def _price_of(self, step: MeshStep) -> float:
@@ -257,7 +260,8 @@ class _Planner:
         return self.prices[step]
 
     def _fits(self, steps: list[MeshStep], now: Layout) -> bool:
-        """Whether what the steps make fits, without buffers. Not to wait for a slow axis is worth a little more."""
+        """Whether the results of the steps fit into memory, not counting buffers. To avoid a slow axis, a little more
+        is allowed."""
         if self.budget is None:
             return True
         limit = self.budget if self.cost.uniform or self.memory is not None else 1.2 * self.budget
@@ -291,9 +295,9 @@ class _Planner:
 
 
 def dealt_out(layout: Layout, axes: Iterable[int], inside: Iterable[int] | None = None) -> Layout | None:
-    """The layout with these axes cutting a dim too, within the tiles they have where a dim allows it. None where
-    nothing is left to cut, or where new tiles would not lie inside the old ones: with `inside`, inside those that the
-    other axes than these make."""
+    """The layout in which these axes cut a dim, too, if possible within the present tiles. None where nothing is left
+    to cut, or where the new tiles would not lie inside the old ones (with `inside`: inside the tiles that the other
+    axes make)."""
     for axis in sorted(axes):
         later = {a: p for a, p in enumerate(layout.placements) if a > axis and isinstance(p, Shard)}
         moved = {p.dim for a, p in later.items() if p.pieces is not None or (inside is not None and a not in inside)}
@@ -315,8 +319,8 @@ def dealt_out(layout: Layout, axes: Iterable[int], inside: Iterable[int] | None 
 
 
 def _strided(layout: Layout, axis: int) -> Shard | None:
-    """A cut of a dim that later axes cut, inside the tiles they make: of every tile each coordinate takes its share.
-    None where the tiles are not even, or very many."""
+    """A cut, by an axis, of a dim that later axes cut as well: each coordinate takes its share of every tile of theirs.
+    None where the tiles differ in size, or are very many."""
     k = layout.mesh.shape[axis]
     for dim, n in sorted(enumerate(layout.shape), key=lambda size: -size[1]):
         axes = layout.axes_of(dim)
@@ -338,7 +342,7 @@ def _has_pieces(layout: Layout) -> bool:
 
 @lru_cache(maxsize=256)
 def sample_coords(shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-    """All ranks of a small mesh; of a larger one a few of its corners, which stand for all ranks."""
+    """The coordinates that are looked at: all of a small mesh, a few corners of a larger one."""
     if math.prod(shape) <= 8:
         return tuple(itertools.product(*map(range, shape)))
     first, last = tuple(0 for _ in shape), tuple(k - 1 for k in shape)

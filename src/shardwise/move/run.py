@@ -34,7 +34,7 @@ class _Move(torch.autograd.Function):
         comm, steps, local, note, run = call
         to = recorders()
         source = user_line() if to or compare or flights else None
-        if source is not None and note.source is None:  # asked once: those below are further away from it
+        if source is not None and note.source is None:  # looked up once, here: further down the stack it takes longer
             note = note._replace(source=source)
         result = run(comm, steps, local, note, to)
         ctx.comm, ctx.steps, ctx.note = comm, steps, note
@@ -53,7 +53,8 @@ class _Move(torch.autograd.Function):
 
 
 def _run_back(move: Ctx | _Transformed, grads: Sequence[torch.Tensor]) -> tuple[Any, ...]:
-    """Run the partners of the steps of a move in reverse; None for the argument that is no tensor, then gradients."""
+    """Run the partners of the steps of a move in reverse. Returns None for the argument that is no tensor, then the
+    gradients."""
     partners = [step.partner for step in reversed(move.steps)]
     note = for_backward(move.note, move.source)
     local = move.comm_after.assemble(move.after, tuple(map(in_memory, grads)))
@@ -63,7 +64,7 @@ def _run_back(move: Ctx | _Transformed, grads: Sequence[torch.Tensor]) -> tuple[
 
 
 class _Transformed:
-    """What a move inside of a transform is besides its tensors; `after` is known once it has run."""
+    """A move inside of a transform of torch.func, without its tensors. `after` is known once it has run."""
 
     after: Structure = None
 
@@ -111,7 +112,7 @@ class _TransformedMove(torch.autograd.Function):
 
 
 def _example(value: torch.Tensor, dim: int | None, i: int) -> torch.Tensor:
-    """One example of a batch; of a batch of none, something of its shape."""
+    """One example of a batch; of an empty batch, a tensor of the shape of an example."""
     if dim is None:
         return value
     return value.select(dim, i) if value.shape[dim] else value.new_zeros(value.shape[:dim] + value.shape[dim + 1 :])
@@ -123,19 +124,20 @@ def _is_among(tensor: torch.Tensor, others: Sequence[torch.Tensor]) -> bool:
 
 
 def run_transformed(comm: Holder, steps: Sequence[Step], local: Value, note: Note) -> Value:
-    """The local value after the steps, with all that the transforms under way want to know of it."""
+    """The local value after the steps, with the derivatives that the active transforms need."""
     call = _Transformed(comm, steps, comm.structure(local), note)
     outs = _TransformedMove.apply(call, *comm.values(local))
     return call.comm_after.assemble(call.after, outs)
 
 
 def _comm_after(comm: Holder, steps: Sequence[Step]) -> Holder:
-    """The backend that holds the result: a step to another mesh comes alone."""
+    """The backend that holds the result. A step to another mesh is always the only step."""
     return steps[-1].comm_after(comm)
 
 
 def run_steps(comm: Holder, steps: Sequence[Step], local: Value, note: Note, run: Run | None = None) -> Value:
-    """The local value after the steps; recorded by autograd where its tensors are. `run` is how steps are run: now."""
+    """The local value after the steps. Autograd records the move if it records the tensors. `run` is the function that
+    runs the steps; by default they run at once."""
     if not steps or (comm.outside and isinstance(steps[0], MeshStep)):
         return local
     if is_transforming():
@@ -185,7 +187,7 @@ def _run_now(comm: Holder, steps: Sequence[Step], local: Value, note: Note, to: 
 
 
 def _on_behalf(note: Note, step: Step) -> None:
-    """What communicates from now on does it for this step."""
+    """In this context, all communication is on behalf of this step."""
     of_thread.note, of_thread.step, of_thread.digest = note, step, step.digest
 
 
@@ -195,13 +197,14 @@ def _record(comm: Holder, step: Step, note: Note, to: list[Recorder]) -> None:
 
 
 def is_done() -> None:
-    """What waits for a move that is done already."""
+    """The `finish` of a move that is done already."""
 
 
 class Started:
-    """Runs steps as far as can be without waiting: the first exchange is begun, the tensor it will fill is there.
+    """Runs steps as far as possible without waiting: the first exchange is begun, and the tensor that it will fill
+    exists.
 
-    `finish` waits, runs what is left and fills it. With `owned`, a first step may write over the source.
+    `finish` waits, runs the remaining steps and fills the tensor. With `owned`, a first step may write over the source.
     """
 
     def __init__(self, owned: bool = False) -> None:
@@ -231,7 +234,7 @@ class Started:
     def _filled_later(
         self, comm: Holder, rest: Sequence[Step], first: torch.Tensor, note: Note, to: list[Recorder]
     ) -> torch.Tensor:
-        """Room for what the other steps will make of the first one's result, and a `finish` that fills it."""
+        """An empty tensor for the result of the remaining steps, and a `finish` that fills it."""
         shape = rest[-1].result.local_shape_at(comm.coords)  # type: ignore[attr-defined]
         arrive, out = self.finish, first.new_empty(shape)
 
@@ -251,9 +254,9 @@ def move(local: Value, src: Layout, dst: Layout, note: Note, spread: tuple[int, 
 
 
 def start_move(local: Value, src: Layout, dst: Layout, note: Note, *, owned: bool = False) -> Begun:
-    """A move that is begun but not waited for: the local value that there will be, and what waits for it. It is done at
-    once where the ranks live in this process, or where the gradient of a reduction must be worked out. Nobody else uses
-    an `owned` source, so it may be reduced in place."""
+    """Begin a move without waiting for it. Returns the local value that it fills, and the function that waits for it.
+    The move is done at once where all ranks are in this process, or where the gradient of a reduction must be computed.
+    An `owned` source is used by nothing else, so it may be reduced in place."""
     comm, steps = src.mesh.comm, plan_steps(src, dst, memory=current_cap())
     is_plain = all(step.is_plain for step in steps)
     if comm.simulated or not is_plain or is_transforming() or (tapes and tape_here() is not None):
@@ -293,7 +296,7 @@ def _needs_grad(comm: Comm, local: Value) -> bool:
 
 
 def _extreme(comm: Comm, step: AllReduce, local: Value, note: Note) -> Value:
-    """The greatest or least of the parts. Its gradient goes in equal shares to the parts that are it."""
+    """The greatest or least of the parts. Its gradient goes in equal shares to the parts that equal it."""
     with torch.no_grad():
         parts = comm.bind(torch.Tensor.detach)(local)
         found = run_steps(comm, (step,), parts, note)
@@ -312,7 +315,7 @@ def _is_it(part: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
 
 
 class _Winners:
-    """What a greatest or least of parts is besides its tensors."""
+    """A reduction to the greatest or least part, without its tensors."""
 
     def __init__(self, comm: Comm, spread: Spread, note: Note, local: Value, found: Value, winners: Value) -> None:
         self.comm, self.spread, self.note = comm, spread, note
@@ -320,14 +323,15 @@ class _Winners:
         self.parts, self.found = len(comm.values(local)), len(comm.values(found))  # how many distinct tensors
 
     def share(self, local: Value, winners: Sequence[torch.Tensor]) -> Value:
-        """Each part's share of what the greatest or least has."""
+        """Each part's share of the gradient of the result."""
         share = lambda grad, n: torch.where(n > 0, grad / n.clamp(min=1), 0)  # noqa: E731
         axes = tuple(range(len(self.comm.shape)))
         return self.comm.bind(share, axes)(local, self.comm.assemble(self.winners, winners))
 
 
 class _Extreme(torch.autograd.Function):
-    """`found` from the parts; `winners` is how many parts share the gradient where this one is among them, else 0."""
+    """The result `found`, as a function of the parts. `winners` holds, for each element of a part, how many parts share
+    its gradient; 0 where this part does not equal the result."""
 
     generate_vmap_rule = True
 

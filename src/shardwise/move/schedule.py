@@ -1,11 +1,11 @@
-"""What one rank does in one round of an exchange, worked out once from integers: what it packs, how much goes to and
-comes from whom, and what becomes of what came.
+"""What one rank does in one round of an exchange, computed once from integers: what it packs, how much it sends to and
+receives from each peer, and where the received data goes.
 
-It follows from the rank's routes. They are found in two ways: from two layouts on one mesh (exchange.py), in time that
-does not grow with the mesh, and from any two sets of tiles (tiles.py), by a sweep.
+It follows from the rank's routes. These come from two layouts on one mesh (exchange.py), in time that does not grow
+with the mesh, or from any two sets of tiles (tiles.py).
 
-A message that is one run of memory is sent from where it is, or received where it belongs; the rest goes through a
-buffer.
+A message that is contiguous in memory is sent from its place, or received directly into its place. All else goes
+through a buffer.
 """
 
 from __future__ import annotations
@@ -19,16 +19,18 @@ from typing import Any, NamedTuple
 from shardwise.layout.region import Region, View, box_at, cut_region, region_shape, run_start, view_of, whole_region
 from shardwise.layout.shapes import contiguous_stride
 
-Member = Any  # who takes part: coordinates on a mesh, or a global rank
+Member = Any  # a participant: coordinates on a mesh, or a global rank
 Shape = tuple[int, ...]
 Place = tuple[int, Region]  # which of a rank's tensors, and where in it
 
 
 class Pieces(NamedTuple):
-    """Regions of a rank's tensors that go the same way, one after the other, as columns: of tiles there are thousands.
+    """Regions of a rank's tensors that are handled together, one after the other. They are stored as columns, since
+    there may be thousands.
 
-    Where every piece is a box, `strides` and `starts` say how torch.as_strided sees it in its tensor. There are none
-    where all are `whole`, and none where a piece has a side of several intervals: that one has to be picked.
+    Where every piece is a box, `strides` and `starts` are the arguments with which torch.as_strided makes it a view of
+    its tensor. They are empty where all pieces are `whole`, and where a piece has a side of several intervals, which no
+    view can show.
     """
 
     slots: tuple[int, ...]  # which tensor
@@ -40,7 +42,7 @@ class Pieces(NamedTuple):
 
     @staticmethod
     def of(places: Iterable[Place], tensors: Sequence[Shape]) -> Pieces:
-        """These regions of tensors of these shapes; empty ones are left out."""
+        """The pieces for these regions of tensors of these shapes, without empty ones."""
         full = [(slot, region) for slot, region in places if all(region)]
         shapes = tuple(region_shape(region) for _, region in full)
         slots, regions = tuple(slot for slot, _ in full), tuple(region for _, region in full)
@@ -52,7 +54,7 @@ class Pieces(NamedTuple):
         return Pieces(slots, shapes, strides, starts, regions, whole)
 
     def some(self, first: int, stop: int) -> Pieces:
-        """Those from one number to another."""
+        """The pieces with the numbers `first` to `stop`, not including `stop`."""
         if stop - first == len(self.slots):
             return self
         return Pieces(
@@ -84,7 +86,8 @@ class Pieces(NamedTuple):
 
 
 class Route(NamedTuple):
-    """Pieces of what a rank will hold, and who has them: one, or everyone who has a part of the sum, in order."""
+    """Pieces of what a rank will hold, and their sources: one rank, or in order all ranks that have a part of the
+    sum."""
 
     sources: tuple[Member, ...]
     pieces: Pieces
@@ -109,7 +112,7 @@ BUFFER = -1  # the slot of the buffer
 
 
 class Span(NamedTuple):
-    """What goes to or comes from one peer: a run of elements of one of this rank's tensors, or of the buffer."""
+    """The data for or from one peer, contiguous in one of this rank's tensors or in the buffer."""
 
     peer: int  # its number in the group
     slot: int
@@ -118,8 +121,8 @@ class Span(NamedTuple):
 
 
 class Laid(NamedTuple):
-    """Pieces one after the other in a buffer. Those that follow each other and have one shape are one view, which is
-    then taken apart along its first dim."""
+    """Pieces one after the other in a buffer. Neighbours of the same shape are one view, which is then taken apart
+    along its first dim."""
 
     views: tuple[tuple[View, bool], ...]  # and whether a view is to be taken apart
 
@@ -134,12 +137,12 @@ class Laid(NamedTuple):
 
 
 class Put(NamedTuple):
-    """Parts that end up, added up if they are several, at pieces of the result."""
+    """Parts that are written to pieces of the result, added up if there are several."""
 
     into: Pieces
     in_place: bool  # the first part is there already
     parts: tuple[Laid | Pieces, ...]  # of what was received, or of this rank's own tensors
-    is_copy: bool  # it is one part, to places that can be seen
+    is_copy: bool  # it is one part, and its places are views
 
 
 @dataclass(frozen=True)
@@ -179,7 +182,7 @@ Packs = list[tuple[Laid, Pieces]]
 
 
 class _Sides:
-    """Both sides of a round: the messages that leave and those that come, with or without this rank's own."""
+    """Both sides of a round: the messages sent and those received, with or without this rank's message to itself."""
 
     def __init__(
         self, routes: Routes, me: Member, peers: Sequence[Member], number: int, rounds: int, own: bool
@@ -214,7 +217,7 @@ class _Sides:
     def one_by_one(self) -> Round:
         sends: list[Span] = []
         packs: Packs = []
-        places: dict[tuple[Pieces, ...], int] = {}  # what goes to several is packed once
+        places: dict[tuple[Pieces, ...], int] = {}  # what several peers get is packed once
         at = 0
         for peer, blocks in self._leaving():
             direct = _direct(peer, blocks, self.held)
@@ -243,8 +246,8 @@ class _Sides:
         return self.own or peer != self.me
 
     def _may_start_in_place(self) -> bool:
-        """Whether what comes may be written to the result before the own part is added: of two, the order does not
-        matter, of more it decides how sums round."""
+        """Whether received data may be written to the result before this rank's own part is added. The order of two
+        parts does not matter; that of more decides how the sum is rounded."""
         return all(len(sources) <= 2 for sources, _, _ in self.takes)
 
     def _leaving(self) -> list[Message]:
@@ -254,7 +257,7 @@ class _Sides:
         return self._in_order((peer, pieces) for sources, pieces, _ in self.takes for peer in sources)
 
     def _in_order(self, blocks: Iterable[tuple[Member, Pieces]]) -> list[Message]:
-        """The messages of those that travel, in the order of the group; nothing makes no message."""
+        """The messages that are sent, in the order of the group, without empty ones."""
         found: dict[int, list[Pieces]] = {}
         for peer, pieces in blocks:
             if self._travels(peer) and pieces.slots:
@@ -281,7 +284,7 @@ class _Sides:
         )
 
     def _all_puts(self, came: dict[int, Span]) -> tuple[list[Put], list[Put]]:
-        """What happens to each route: what needs nothing from others, then the rest."""
+        """What is done for each route: first those that need nothing from other ranks, then the rest."""
         meanwhile: list[Put] = []
         puts: list[Put] = []
         read = {peer: span.start for peer, span in came.items()}  # how far each message has been taken
@@ -318,7 +321,8 @@ class _Sides:
 
 
 def _in_turn(pieces: Pieces | None) -> Callable[[Pieces], Pieces | None]:
-    """Each call gives as many of the pieces as it is shown, from where the last one stopped."""
+    """A function that returns as many of the next pieces as the message it is given holds, beginning where the last
+    call stopped."""
     at = 0
 
     def following(shown: Pieces) -> Pieces | None:
@@ -343,7 +347,7 @@ def _size(blocks: Sequence[Pieces]) -> int:
 
 
 def _direct(peer: int, blocks: Sequence[Pieces], tensors: Sequence[Shape]) -> Span | None:
-    """A message that is one piece and one run of memory: where it is."""
+    """If a message is one piece that is contiguous in memory: where that is. Else None."""
     (pieces, *more) = blocks
     if more or len(pieces.slots) > 1:
         return None

@@ -1,6 +1,6 @@
 """The steps of a move. Each runs on what the ranks hold, knows what it costs, and knows the step of its gradient.
 
-Here are those that exchange no tiles: reductions and changes of name.
+This file has the steps that exchange no tiles: reductions, and steps that only change what values stand for.
 
 | step                  | partner             |
 |-----------------------|---------------------|
@@ -30,7 +30,7 @@ from shardwise.layout.region import Region, within
 from shardwise.move.pack import pick, place
 from shardwise.protocols import Holder, LocalValue
 
-Begun = tuple[Any, Callable[[], Any]]  # the local value there will be, and what waits until it is there
+Begun = tuple[Any, Callable[[], Any]]  # the local value that will be filled, and the function that waits for it
 
 
 class Step(ABC):
@@ -38,8 +38,8 @@ class Step(ABC):
 
     kind = "local"  # the collective it is: what the ledger shows
     where: str  # along which axes, as the ledger shows it
-    reuses_memory = False  # whether its result is what it was given, or in the same memory
-    is_plain = True  # whether the gradient takes the partner step, and no other way
+    reuses_memory = False  # whether its result is its argument, or shares memory with it
+    is_plain = True  # whether the gradient is the partner step alone
 
     @abstractmethod
     def run(self, comm: object, local: object) -> Any:
@@ -63,10 +63,10 @@ class Step(ABC):
         """Bytes that the ranks of this process receive."""
 
     def bytes_here(self) -> int:
-        """The same, by the backend that the step itself knows."""
+        """The same, for a caller that has no backend at hand: the step knows its own."""
         return self.bytes_received(None)
 
-    digest: int = 0  # the same number on all ranks; mostly another one for what moves something else
+    digest: int = 0  # equal on all ranks; steps that move something else have, very likely, another one
 
     def describe(self) -> str:
         """What moves."""
@@ -86,7 +86,7 @@ class MeshStep(Step):
         return comm.each(self.apply, local, self.axes)
 
     def apply(self, local: torch.Tensor, coords: Coords) -> torch.Tensor:
-        """What one rank does, where a step needs nothing from others."""
+        """What one rank does in a step that needs nothing from other ranks."""
         raise NotImplementedError
 
     # -- what it costs --------------------------------------------------------------------------------------
@@ -125,7 +125,7 @@ class MeshStep(Step):
 
     @property
     def ranks(self) -> int:
-        """How many talk to each other."""
+        """How many ranks take part in one collective."""
         return math.prod(self.layout.mesh.shape[a] for a in self.axes)
 
     def bytes_at(self, coords: Coords) -> int:
@@ -203,8 +203,8 @@ class Spread(MeshStep):
 class ToPartial(MeshStep):
     """Replicate -> Partial: the first coordinate keeps the value, the others hold the neutral element.
 
-    Where equal parts reduce to themselves (avg, max, min, and, or), everyone keeps it. A `fresh` value was made by the
-    step before for no other use."""
+    Where equal parts reduce to themselves (avg, max, min, and, or), every coordinate keeps the value. A `fresh` value
+    was made by the step before and is used by nothing else."""
 
     reduce_op: str = "sum"
     fresh: bool = False
@@ -254,7 +254,8 @@ class TakeFirst(MeshStep):
 
 
 class OnFirst(ToPartial):
-    """The gradient of Replicate -> Partial(product), before it is added up: the other coordinates hold constants."""
+    """The gradient of Replicate -> Partial(product), before it is added up. Only the first coordinate has one: the
+    others hold constants."""
 
     @property
     def partner(self) -> MeshStep:
@@ -317,7 +318,7 @@ class Pad(MeshStep):
 
 
 class Padded(Pad):
-    """The same after an exchange that left room for the zeros: there is nothing left to do."""
+    """A Pad after an exchange that made its result among the zeros already: nothing is left to do."""
 
     reuses_memory = True
 
@@ -327,7 +328,8 @@ class Padded(Pad):
 
 @dataclass(frozen=True, eq=False)
 class Unpad(MeshStep):
-    """The gradient of Pad: all parts of a sum have the gradient of the sum; mine is what stands at my tile."""
+    """The gradient of Pad: all parts of a sum have the gradient of the sum, so a rank takes the gradient at its
+    tile."""
 
     padded: Layout
 

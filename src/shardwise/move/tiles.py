@@ -1,4 +1,4 @@
-"""Moves between any two sets of tiles: who sends which box to whom, found by a sweep.
+"""Moves between any two sets of tiles: which rank sends which box to which other rank.
 
 `TilePlan` intersects the tiles every rank has with those every rank needs. It is pure integers: thousands of tiles cost
 milliseconds. A `TileStep` runs it on a process group, where each rank has a list of tensors.
@@ -111,13 +111,13 @@ class TilePlan(Exchanged):
 
     @functools.cached_property
     def digest(self) -> int:
-        """A number that is the same in all processes; other tiles, or other owners, have mostly another one."""
+        """A number that is equal in all processes. Other tiles, or other owners, have very likely another one."""
         sides = (self.sources, self.targets)
         arrays = [a for side in sides for a in (side.tiles.starts, side.tiles.ends, side.ranks)]
         return crc32(b"".join(np.ascontiguousarray(a, dtype=np.int64).tobytes() for a in arrays))
 
     def describe(self) -> str:
-        """How much lies on which ranks before and afterwards, in few words."""
+        """A short text: how much is on which ranks before and afterwards."""
         held, needed = (
             f"{len(side.tiles)} tiles on {rank_names(sorted(set(side.ranks.tolist())))}"
             for side in (self.sources, self.targets)
@@ -137,8 +137,8 @@ class TilePlan(Exchanged):
             )
 
     def _choose(self, pieces: HeldBoxes, piece: np.ndarray, needing: np.ndarray, volumes: np.ndarray) -> np.ndarray:
-        """The holder that serves each request: the rank itself where it can, else the holders in turn, the largest
-        requests first."""
+        """The holder that serves each request: the rank itself where it holds the piece, else the holders in turn,
+        beginning with the largest requests."""
         first, counts = pieces.first[piece], np.diff(pieces.first)[piece]
         chosen = pieces.holders[first] if len(piece) else np.zeros(0, dtype=np.int64)
         many = np.nonzero(counts > 1)[0]
@@ -151,7 +151,7 @@ class TilePlan(Exchanged):
         return chosen
 
     def _turns(self, pieces: HeldBoxes, piece: np.ndarray, volumes: np.ndarray) -> np.ndarray:
-        """Which request this is of those that the same holders can serve."""
+        """The number of each request among those that the same holders can serve."""
         team: dict[bytes, int] = {}  # pieces with the same holders
         number = np.empty(len(piece), dtype=np.int64)
         for i, p in enumerate(piece.tolist()):
@@ -190,7 +190,7 @@ class TilePlan(Exchanged):
 
     @functools.cached_property
     def reverse(self) -> TilePlan:
-        """The way of the gradient: from targets back to sources, zero where no target took from a source."""
+        """The plan of the gradient: from targets back to sources, zero where no target took from a source."""
         back = TilePlan(self.targets, self.sources, itemsize=self.itemsize, holes=True)
         back.__dict__["reverse"] = self
         return back
@@ -212,13 +212,13 @@ class TilePlan(Exchanged):
         return Routes(sends, takes, held, needed, dict(zip(after.tolist(), before.tolist(), strict=True)))
 
     def _staying(self, kept: np.ndarray) -> np.ndarray:
-        """Of the rows of what a rank keeps those that are a tensor of their own, before and after."""
+        """Of the rows that a rank keeps: those that are all of a tensor, before and after."""
         before = self._are_whole(kept, self.sources, self.rows.source[kept])
         after = self._are_whole(kept, self.targets, self.rows.target[kept])
         return kept[before & after]
 
     def _are_whole(self, rows: np.ndarray, side: TileSet, tiles: np.ndarray) -> np.ndarray:
-        """Whether each of these rows moves all of a tensor that is exactly one of these tiles."""
+        """For each of these rows, whether it moves a whole tensor that is exactly one of these tiles."""
         return (side.places is None) & (self.rows.volumes[rows] == side.tiles.take(tiles).volumes)
 
     def _pieces(self, rows: np.ndarray, side: TileSet, tiles: np.ndarray, tensors: Sequence[Shape]) -> Pieces:
@@ -238,7 +238,7 @@ class TilePlan(Exchanged):
 
 
 def _runs(peers: np.ndarray) -> list[tuple[int, int, int]]:
-    """Each of the peers, which come in order, with the first row of its own and the first after them."""
+    """For each peer, with `peers` in order: the peer, its first row, and the row after its last one."""
     if not len(peers):
         return []
     bounds = [0, *(np.nonzero(peers[1:] != peers[:-1])[0] + 1).tolist(), len(peers)]
@@ -272,7 +272,7 @@ _LISTS = TensorLists()
 
 @dataclass(frozen=True, eq=False)
 class TileStep(Step):
-    """The tiles of one rank of a group after a plan, from those before; written `into` tensors, if there are any."""
+    """The step that runs a plan on one rank of a group. Results are written `into` tensors if some are given."""
 
     plan: TilePlan
     group: Group
@@ -328,10 +328,10 @@ def run_tiles(
 ) -> list[torch.Tensor]:
     """This rank's target tiles, given its source tiles; every rank of the group calls it. Differentiable.
 
-    A rank that holds no source passes one empty tensor: it says dtype and device, and carries the graph, so that the
-    rank takes part in the backward pass. A rank without targets gets one empty tensor back. A tile that stays where it
-    is stays the same tensor. With `into`, the targets are written into these tensors (of the same dtype, on the same
-    device) and no graph is recorded.
+    A rank that holds no source passes one empty tensor. It says dtype and device, and its graph makes the rank take
+    part in the backward pass. A rank without targets gets one empty tensor back. A tile that does not move is returned
+    as the same tensor. With `into`, the targets are written into these tensors (of the same dtype, on the same device)
+    and no graph is recorded.
     """
     note, group = note or Note("reshard"), dist.group.WORLD if group is None else group
     if into is None:

@@ -1,5 +1,5 @@
-"""An exchange on processes: pack what others need, one collective per round (or a message per peer), put what came
-where it belongs."""
+"""An exchange on processes: pack what others need, run one collective per round (or send a message per peer), and put
+what was received to its place."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ Tensors = Sequence[torch.Tensor]
 
 
 class Exchanged:
-    """The plan of an exchange, as a transfer asks for it."""
+    """The plan of an exchange: what a transfer needs to know of it."""
 
     reduce_op = "sum"
     rounds = 1
-    zeros = False  # whether what nobody sends is zero
-    is_local = False  # whether nothing travels between any ranks
+    zeros = False  # whether elements that no rank sends are zero
+    is_local = False  # whether no rank sends anything to another
     kept: dict[Any, Any]  # what was worked out before
 
     def routes(self, member: Member) -> Routes:
@@ -44,16 +44,16 @@ class Exchanged:
         raise NotImplementedError
 
     def sends_separately(self, along: Along) -> bool:
-        """Whether every peer gets a message of its own; all ranks must answer alike."""
+        """Whether every peer gets a separate message. All ranks must give the same answer."""
         return False
 
     def native(self, along: Along) -> Native | None:
-        """How the backend does all of it in one collective of its own that is quicker, if it does."""
+        """The function that runs the exchange as one, faster, collective of the backend's own; None if it has none."""
         return None
 
 
 class Course(NamedTuple):
-    """What one rank does in an exchange, whatever the values."""
+    """What one rank does in an exchange, independent of the values."""
 
     shapes: Sequence[Shape]  # of the results
     rounds: tuple[Round, ...]
@@ -65,8 +65,8 @@ class Course(NamedTuple):
 
 
 class Transfer:
-    """One run of an exchange. The first round is under way once this is made; `finish` waits, runs the others and
-    returns the new tensors, which are in `out` from the start."""
+    """One run of an exchange. Making it begins the first round. `finish` waits, runs the other rounds and returns the
+    new tensors, which are in `out` from the start."""
 
     __slots__ = ("along", "buffers", "course", "keeping", "out", "plain", "plan", "sources", "work")
 
@@ -75,21 +75,21 @@ class Transfer:
     ) -> None:
         self.plan, self.along = plan, along
         self.sources = list(map(_resolved, sources))
-        self.plain = list(map(begins_its_memory, self.sources))  # so that a view of it is known beforehand
+        self.plain = list(map(begins_its_memory, self.sources))  # then the place of any view is known
         self.course = course = course_of(plan, me, along)
         like = self.sources[0]
         self.out = self._room(like, course) if into is None else into
-        # one pair of buffers for all rounds: a backend may let go of what it was given a little late
+        # one pair of buffers for all rounds: a backend may release the tensors of a round late
         out, into_ = course.most
         self.buffers = [like.new_empty(out) if out else None, like.new_empty(into_) if into_ else None]
-        self.keeping: Any = None  # what must live until the collective is done
+        self.keeping: Any = None  # tensors that must stay alive until the collective is done
         self.work = self._begin(course.rounds[0])
         if into is not None:
             for after, before in course.stays.items():
                 into[after].copy_(self.sources[before])
 
     def _room(self, like: torch.Tensor, course: Course) -> list[torch.Tensor]:
-        """Room for the results; a tensor that stays is the same tensor."""
+        """Empty tensors for the results. A tensor that does not move is used as it is."""
         make, stays = like.new_zeros if self.plan.zeros else like.new_empty, course.stays
         if not stays:
             return [make(shape) for shape in course.shapes]
@@ -122,7 +122,7 @@ class Transfer:
         return work
 
     def _buffers_of(self, one: Round) -> list[torch.Tensor | None]:
-        """The buffers that a round uses: none where its parts are sent from and received where they are."""
+        """The buffers of a round; none where its parts are sent from and received into their places."""
         return [buffer if n else None for buffer, n in zip(self.buffers, (one.packed, one.received), strict=True)]
 
     def _send_at_once(self, one: Round, packed: torch.Tensor | None, received: torch.Tensor | None) -> Work:
@@ -140,7 +140,7 @@ class Transfer:
     def _run(
         self, spans: Sequence[Span], tensors: list[torch.Tensor], buffer: torch.Tensor | None, wide: int
     ) -> torch.Tensor:
-        """The run of memory that these spans are together, as it travels."""
+        """The contiguous memory of these spans together, in the form that is sent."""
         if not spans:
             return as_wire(self.sources[0].new_empty(0))
         x = buffer if buffer is not None else self._contiguous(tensors, spans[0].slot)
@@ -158,7 +158,7 @@ class Transfer:
     def _messages(
         self, spans: Sequence[Span], buffer: torch.Tensor | None, tensors: list[torch.Tensor]
     ) -> list[tuple[int, torch.Tensor]]:
-        """The runs of memory that go to, or come from, one peer each, as they travel."""
+        """The contiguous memory for, or from, each peer, in the form that is sent."""
         messages, known, wire = [], None, None
         for peer, slot, start, stop in spans:
             if wire is None or slot != known:
@@ -168,13 +168,13 @@ class Transfer:
         return messages
 
     def _contiguous(self, tensors: list[torch.Tensor], slot: int) -> torch.Tensor:
-        """The tensor in one piece of memory: one of the sources may have holes. A result has none."""
+        """The tensor, contiguous. A source may have holes in memory, a result has none."""
         if not tensors[slot].is_contiguous():
             tensors[slot], self.plain[slot] = tensors[slot].contiguous(), True
         return tensors[slot]
 
     def _own(self, pieces: Pieces) -> Sequence[torch.Tensor]:
-        """These pieces of what this rank held before."""
+        """These pieces of the tensors that this rank held before."""
         if pieces.whole or (pieces.starts is not None and all(self.plain)):
             return _seen(self.sources, pieces)
         places = zip(pieces.slots, pieces.regions_in([x.shape for x in self.sources]), strict=True)
@@ -196,8 +196,8 @@ class Transfer:
         return _laid(self.buffers[1], part) if isinstance(part, Laid) else self._own(part)  # type: ignore[arg-type]
 
     def _put(self, put: Put) -> None:
-        """Parts to where they belong; sums are added up in the order of coordinates, so that all who need one get
-        the same."""
+        """Write parts to their places. Sums are added up in the order of coordinates, so that all ranks that need one
+        get the same."""
         by_piece = list(zip(*map(self._values, put.parts), strict=True))
         reduce_op = self.plan.reduce_op
         if put.into.are_seen:
@@ -224,8 +224,8 @@ def _seen(tensors: Sequence[torch.Tensor], pieces: Pieces) -> list[torch.Tensor]
 
 
 def _as_run(x: torch.Tensor) -> tuple[torch.Tensor, int | torch.SymInt, int]:
-    """A contiguous tensor as it travels: in a dtype that backends carry, where its memory begins, and how many
-    elements of that dtype stand for one of its own."""
+    """A contiguous tensor in the form that is sent: its memory in a dtype that backends carry, where it begins, and how
+    many elements of that dtype stand for one of the tensor's."""
     if x.dtype in WIRE:
         return x, x.storage_offset(), 1
     wire = as_wire(x)
@@ -233,7 +233,7 @@ def _as_run(x: torch.Tensor) -> tuple[torch.Tensor, int | torch.SymInt, int]:
 
 
 def _laid(buffer: torch.Tensor, laid: Laid) -> list[torch.Tensor]:
-    """What was laid out in a buffer, as views."""
+    """The pieces in a buffer, as views of it."""
     out: list[torch.Tensor] = []
     for view, is_many in laid.views:
         found = buffer.as_strided(*view)
@@ -248,7 +248,7 @@ Native = Callable[[Transfer], "Work | None"]
 
 
 def course_of(plan: Exchanged, me: Member, along: Along) -> Course:
-    """What `me` does in an exchange, worked out once."""
+    """What `me` does in an exchange; computed once."""
     key = ("course", me, along.backend, along.group is None)
     found = plan.kept.get(key)
     if found is None:
@@ -268,12 +268,13 @@ _NO_ROUND = Round([], [], (), 0, 0, (), (), (), ())
 
 
 def _resolved(x: torch.Tensor) -> torch.Tensor:
-    """The same values in memory: without a conjugation or negation that is still to be done, zeros written out."""
+    """The tensor with its values in memory: pending conjugations, negations and zeros are carried out."""
     return x.resolve_conj().resolve_neg() if x.is_conj() or x.is_neg() else in_memory(x)
 
 
 def begins_its_memory(x: torch.Tensor) -> bool:
-    """Whether a view of it is known beforehand: it is contiguous and nothing stands before it in its memory."""
+    """Whether it is contiguous and begins at the start of its memory. Then the place of any view of it is known in
+    advance."""
     return x.is_contiguous() and not x.storage_offset()
 
 
@@ -296,7 +297,7 @@ def gather_in_order(transfer: Transfer) -> Work | None:
 
 
 def reduce_and_scatter(transfer: Transfer) -> Work | None:
-    """Parts of a sum that the backend adds up."""
+    """A reduce-scatter of the backend: it adds up the parts of the sum."""
     along, source = transfer.along, transfer.sources[0]
     out = transfer.out[0].view(-1)
     if not out.numel():
@@ -310,7 +311,8 @@ def reduce_and_scatter(transfer: Transfer) -> Work | None:
 
 
 def _by_peer(plan: Exchanged, me: Member, along: Along, shape: Shape) -> tuple[list[Region], bool]:
-    """What each peer gets of a tensor of this shape, and whether its memory is just that, one peer after another."""
+    """What each peer gets of a tensor of this shape, and whether these parts, peer after peer, are exactly the tensor's
+    memory."""
     found = plan.kept.get(("by peer", me))
     if found is None:
         sent = plan.routes(me).sends

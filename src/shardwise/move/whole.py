@@ -1,4 +1,4 @@
-"""One tensor with what all ranks of this process hold: how a step is done where they are in one memory."""
+"""How a step runs where all ranks are in one process: through one tensor with what all of them hold."""
 
 from __future__ import annotations
 
@@ -17,30 +17,30 @@ Room = tuple[tuple[int, ...], Region]  # the shape of a tensor of zeros, and the
 
 
 class Whole:
-    """What all ranks of this process hold of a tensor, in one: everyone takes its own out of it, so that the work grows
-    with the number of ranks and not with its square."""
+    """One tensor with what all ranks of this process hold. Each rank takes its result out of it, so the work grows with
+    the number of ranks and not with its square."""
 
     def __init__(self, regions: Sequence[Region], like: torch.Tensor, zeros: bool) -> None:
         self.region = smallest_around(regions)
         self.tensor = _new(like, region_shape(self.region), zeros)
 
     def put(self, region: Region, value: torch.Tensor, reduce_op: str | None = None) -> None:
-        """Write what a rank holds to its place, or reduce it with what is there."""
+        """Write what a rank holds to its place, or reduce it with the value that is there."""
         at = within(self.region, region)
         place(self.tensor, at, value if reduce_op is None else REDUCTIONS[reduce_op](pick(self.tensor, at), value))
 
     def view(self, region: Region) -> torch.Tensor:
-        """What stands at a region; it may share the memory of the whole."""
+        """The values of a region; they may share the memory of the whole."""
         return pick(self.tensor, within(self.region, region))
 
     def take(self, region: Region) -> torch.Tensor:
-        """A tensor of its own with what stands at a region."""
+        """The values of a region, in a new tensor."""
         return self.view(region).clone(memory_format=torch.contiguous_format)
 
 
 @dataclass(frozen=True)
 class Put:
-    """Write what one rank holds into the tensor that has everything, or add it to what is there."""
+    """Write what one rank holds into the common tensor, or add it to the value there."""
 
     rank: int
     at: Region
@@ -55,7 +55,7 @@ class Put:
 
 @dataclass(frozen=True)
 class Taken:
-    """Where a result stands: in what `rank` holds, or if that is None in the tensor that has everything."""
+    """Where a result is: in what `rank` holds, or, if `rank` is None, in the common tensor."""
 
     rank: int | None
     region: Region
@@ -68,9 +68,9 @@ class Taken:
 
 @dataclass(frozen=True)
 class Together:
-    """What a step does among the ranks of one group, all in this process: it is worked out once for each group."""
+    """What a step does among the ranks of one group that are all in this process. It is computed once per group."""
 
-    shape: tuple[int, ...]  # of the tensor that has everything
+    shape: tuple[int, ...]  # of the common tensor
     zeros: bool
     puts: tuple[Put, ...]  # none where every rank has what it needs
     takes: tuple[Taken, ...]  # the different results
@@ -85,7 +85,7 @@ class Together:
 
     @cached_property
     def is_whole(self) -> bool:
-        """Whether there is one result, and it is the tensor that has everything."""
+        """Whether there is one result, the common tensor itself."""
         taken = self.takes[0]
         return len(self.takes) == 1 and taken == Taken(None, whole_region(self.shape), None)
 

@@ -1,5 +1,5 @@
-"""Windows: every rank gets the indices of a dim it asks for, from those who hold them. Windows may overlap, so what
-comes out is no layout; the gradients of an index that several ranks got add up where it came from."""
+"""Windows: every rank gets the indices of a dim that it asks for, from the ranks that hold them. Windows may overlap,
+so the result has no layout. If several ranks got an index, their gradients add up on the rank it came from."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ Needs = Callable[[Coords], Intervals]
 
 @dataclass(frozen=True, eq=False)
 class Window(RoutedStep):
-    """Along one axis: who `has` what of dim `along`, who `needs` what. `sizes` are the local shapes before."""
+    """An exchange along one axis: which indices of dim `along` each coordinate `has` and `needs`. `sizes` are the local
+    shapes before."""
 
     along: int
     has: Needs
@@ -37,7 +38,7 @@ class Window(RoutedStep):
         return self._region(coords, self.needs(coords))
 
     def _region(self, coords: Coords, side: Intervals) -> Region:
-        """Some indices of the dim, and all that the rank has of the others."""
+        """The region of some indices of the dim and all indices that the rank has of the other dims."""
         return tuple(side if dim == self.along else ((0, n),) if n else () for dim, n in enumerate(self.sizes(coords)))
 
     def routes(self, member: Coords) -> Routes:
@@ -81,9 +82,9 @@ class Window(RoutedStep):
 
 
 class WindowBack(Window):
-    """The gradient of a window: what was handed out comes back and adds up."""
+    """The gradient of a window: the gradients of what was sent come back and add up."""
 
-    zeros = True  # indices that nobody asked for
+    zeros = True  # for indices that no rank asked for
 
     def held(self, coords: Coords) -> Region:
         return super().needed(coords)
@@ -105,8 +106,8 @@ class WindowBack(Window):
         return self._routes(member, sends, [(takers, cell) for cell, takers in self._cells(member)])
 
     def _cells(self, coords: Coords) -> list[tuple[Intervals, tuple[Coords, ...]]]:
-        """What a rank has, cut into cells: the same ranks got all elements of a cell. Cells that no rank got are left
-        out."""
+        """What a rank has, cut into cells such that all elements of a cell went to the same ranks. Cells that no rank
+        got are left out."""
         has, others = self.has(coords), self.others(coords)
         asked = {other: intersect(has, self.needs(other)) for other in others}
         edges = sorted({edge for part in asked.values() for interval in part for edge in interval})
@@ -151,7 +152,7 @@ class Windows:
             has: Needs = lambda coords, dim=dim: self.layout.held(dim, coords)  # type: ignore[misc]
             axes = self.layout.axes_of(dim)
             for i, axis in enumerate(axes):
-                # what the inner axes will hand on must come along too
+                # includes what the inner axes will pass on
                 wanted = self._along(axes[i + 1 :], needs)
                 after = self._met(has, wanted, axis) if axes[i + 1 :] else wanted
                 out.append(Window(self.layout, (axis,), dim, has, after, sizes))
@@ -160,11 +161,11 @@ class Windows:
 
     @property
     def held_whole(self) -> list[int]:
-        """The dims whose windows every rank can take from what it holds: best before the steps."""
+        """The dims whose windows every rank can take from what it holds already, which is done before the steps."""
         return [dim for dim in self.needs if not self.layout.axes_of(dim)]
 
     def _along(self, axes: Sequence[int], needs: Needs) -> Needs:
-        """What anyone along these axes needs."""
+        """What all ranks along these axes need together."""
         if not axes:
             return needs
         inner = self._along(axes[1:], needs)
@@ -177,7 +178,7 @@ class Windows:
         return all_along
 
     def _met(self, has: Needs, wanted: Needs, axis: int) -> Needs:
-        """What is wanted, as far as someone along `axis` has it."""
+        """What is wanted, as far as some coordinate of `axis` has it."""
         size = self.layout.mesh.shape[axis]
 
         def met(coords: Coords) -> Intervals:

@@ -10,10 +10,10 @@ import torch
 
 from shardwise.functions import without_size
 from shardwise.layout import Layout, Replicate
-from shardwise.rules.order import rising
 from shardwise.rules.pointwise import broadcast
-from shardwise.strategy import Algorithm, Answer, Factors, Operand, Order, Tensor, factors, operands_in, run_local
+from shardwise.strategy import Algorithm, Factors, Operand, Order, Tensor, factors, operands_in, run_local
 from shardwise.strategy.memory import copied_stride
+from shardwise.strategy.order import rising
 from shardwise.strategy.registry import program, refused, rule
 from shardwise.wrapper import wrap
 
@@ -41,20 +41,12 @@ def _keeps_order(dtype: torch.dtype, to: torch.dtype) -> bool:
     return to.is_floating_point and to.itemsize > 1 and not dtype.is_complex
 
 
-def cast_to(dtype: torch.dtype, x: Operand, *args: object, **kwargs: object) -> Answer:
-    return cast(x, dtype)
-
-
-for _name in "float double half bfloat16 int long short bool chalf cfloat cdouble".split():
-    rule(_name)(partial(cast_to, getattr(torch, _name)))
-rule("char")(partial(cast_to, torch.int8))
-rule("byte")(partial(cast_to, torch.uint8))
-
-
-@rule("type")
-def type_(x: Operand, dtype: torch.dtype | None = None, **kwargs: object) -> Answer:
-    """x.type(dtype) is a cast; x.type() and x.type("torch.FloatTensor") are torch's own business."""
-    return cast(x, dtype) if isinstance(dtype, torch.dtype) else None
+_CASTS = {"char": torch.int8, "byte": torch.uint8}
+for _name in "char byte float double half bfloat16 int long short bool chalf cfloat cdouble".split():
+    _dtype = _CASTS.get(_name) or getattr(torch, _name)
+    rule(_name)(lambda x, *args, dtype=_dtype, **kwargs: cast(x, dtype))
+# x.type() and x.type("torch.FloatTensor") are torch's own business
+rule("type")(lambda x, dtype=None, **kwargs: cast(x, dtype) if isinstance(dtype, torch.dtype) else None)
 
 
 def to_device(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:

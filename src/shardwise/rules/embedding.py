@@ -100,7 +100,5 @@ def embedding_bag(*args: Any, **kwargs: Any) -> Answer:
     return Factors(inputs, [(bags, "d")], how, linear, local=local, never_empty=True)
 
 
-@program("_embedding_bag_forward_only")
-def forward_only(*args: object, **kwargs: object) -> Tensor:
-    """Torch takes F.embedding_bag apart into this where no gradient is asked for, which it cannot see of ours."""
-    return torch.ops.aten._embedding_bag(*args, **kwargs)
+# what torch makes of F.embedding_bag where no gradient is asked for, which it cannot see of ours
+program("_embedding_bag_forward_only")(lambda *args, **kwargs: torch.ops.aten._embedding_bag(*args, **kwargs))

@@ -89,11 +89,6 @@ def take_item(x: Tensor, index: Any) -> Tensor:
     return view if all(e is None for e in at) else torch.ops.aten.index(view, at)
 
 
-@rule("__setitem__")
-def setitem(x: object, index: object, value: object) -> Algorithm:
-    return Algorithm(put_item, writes=True, is_checked=not asks_whether(index))
-
-
 def put_item(x: Tensor, index: Tensor, value: Tensor) -> Tensor:
     """Write through a view where the index is basic, with index_put_ where it is not."""
     entries = spelled_out(index, x.dim())
@@ -121,6 +116,9 @@ def put_item(x: Tensor, index: Tensor, value: Tensor) -> Tensor:
         value = value.reshape(value.shape[value.dim() - view.dim() :])
     same = isinstance(value, Wrapper) and shares_memory(value, x)  # x[0, 1] += 2 gives back what it took
     return view.copy_(value.to(view.dtype, copy=same))
+
+
+rule("__setitem__")(lambda x, index, value: Algorithm(put_item, writes=True, is_checked=not asks_whether(index)))
 
 
 def _fill_value(value: Tensor, dtype: torch.dtype, indices: Sequence[Any]) -> Tensor:
@@ -275,11 +273,10 @@ def unravelled(index: Tensor, shape: Sequence[int]) -> list[Any]:
     return [places[0], *(at % max(size, 1) for at, size in zip(places[1:], shape[1:], strict=True))]
 
 
-@program("_unsafe_masked_index")
-def masked_index(x: Tensor, mask: Tensor, indices: Sequence[Any], fill: object) -> Tensor:
-    return torch.ops.aten.index(x, clamped(x, indices)).masked_fill(~mask, fill)
-
-
 def clamped(x: Tensor, indices: Sequence[Any]) -> list[Any]:
     """Indices under a mask may point anywhere where it is False."""
     return [i if i is None else i.clamp(-n, n - 1) for i, n in zip(indices, x.shape, strict=False)]
+
+
+_item = torch.ops.aten.index
+program("_unsafe_masked_index")(lambda x, mask, at, fill: _item(x, clamped(x, at)).masked_fill(~mask, fill))

@@ -4,102 +4,31 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import torch
 
-from shardwise.layout.placement import REPLICATE, Partial
-from shardwise.rules.pointwise import broadcast, is_endless
+from shardwise.layout.placement import Partial
+from shardwise.rules.pointwise import broadcast
 from shardwise.strategy import Algorithm, Factors, Operand, factors, operands_in
-from shardwise.strategy.memory import correct_thin, meta_like
+from shardwise.strategy.positions import EachPosition, at_position, is_list
 from shardwise.strategy.program import Tensor, leaves_empty, needs_grad, of_one_list, reduced
 from shardwise.strategy.registry import named, rule
-from shardwise.strategy.spec import Assignment, Places, Spec
 from shardwise.torch_private.tensors import foreach_max, foreach_mul_, foreach_norm, fused_optimizer_steps
 from shardwise.wrapper import wrap, wrapper_of
 
 _SAME_NAMES = {"alpha", "value", "weight", "memory_format", "non_blocking"}  # list ops have own names for the others
 
 
-class Columns(Spec):
-    """Every position of the lists by itself: plan(*the arguments there) says how it may be split. Of positions of one
-    kind the first stands for all. Tensors outside of the lists meet every position, whole."""
-
-    in_place_without_meta = True  # fused steps have no meta kernels
-
-    def __init__(self, args: Sequence[Any], kwargs: dict[str, Any], plan: Callable[..., Any]) -> None:
-        self.args, self.kwargs = args, kwargs
-        self.members: list[tuple[Operand, ...]] = []
-        self.kinds: list[Any] = []
-        self.specs: dict[Any, tuple[int, Any]] = {}  # a position of each kind, and its plan
-        for j in range(max(map(len, filter(_is_list, (*args, *kwargs.values()))))):
-            here, options = [_at(a, j) for a in args], {name: _at(value, j) for name, value in kwargs.items()}
-            values = (*here, *options.values())
-            kind = tuple(value.layout if isinstance(value, Operand) else _kind_of(value) for value in values)
-            self.members.append(tuple(operands_in(values)))
-            self.kinds.append(kind)
-            if kind not in self.specs:
-                self.specs[kind] = j, plan(*here, **options)
-
-    def run_meta(self, func: Callable[..., Any]) -> Any:
-        """The call on meta tensors: one position of each kind."""
-
-        def meta(value: Any) -> Any:
-            if isinstance(value, Operand):
-                return torch.ones(value.shape, dtype=value.dtype)  # a number, and torch looks at it
-            some = [value[j] for j, _ in self.specs.values()] if _is_list(value) else []
-            if not some or not isinstance(some[0], Operand):
-                return some or value
-            return [meta_like(op.layout) for op in some]
-
-        args, kwargs = [meta(value) for value in self.args], {name: meta(value) for name, value in self.kwargs.items()}
-        found = func(*args, **kwargs)
-        correct_thin(func, self.members[0][0].layout.device.type, found, args, kwargs)
-        of_kind = dict(zip(self.specs, found, strict=True))
-        return type(found)([of_kind[kind] for kind in self.kinds])
-
-    def assign(self, operands: Sequence[Operand], outputs: Sequence[Any], pinned: bool) -> Assignment | None:
-        found = {kind: spec.assign(self.members[j], [], pinned) for kind, (j, spec) in self.specs.items()}
-        if None in found.values():
-            return None
-        everywhere: Places = (REPLICATE,) * len(operands[0].layout.placements)
-        places = [everywhere] * len(operands)
-        splits: list[tuple[int, ...]] = [()] * len(operands)
-        split = {}
-        for kind, way in found.items():
-            axes = enumerate(zip(*way.inputs, way.outputs[0], strict=True))
-            split[kind] = tuple(axis for axis, along in axes if not all(p.is_replicate() for p in along))
-        for members, kind in zip(self.members, self.kinds, strict=True):
-            for op, own in zip(members, found[kind].inputs, strict=True):
-                places[op.index], splits[op.index] = own, split[kind]
-        for value in (*self.args, *self.kwargs.values()):
-            if isinstance(value, Operand):
-                places[value.index], splits[value.index] = everywhere, ()
-        return Assignment(places, [found[kind].outputs[0] for kind in self.kinds], splits=splits)
-
-
-def _kind_of(value: object) -> tuple[object, ...]:
-    """What rules see in an argument of one position that is no tensor: of numbers, whether it is infinite or zero."""
-    return type(value), is_endless(value), isinstance(value, (int, float, complex)) and value == 0
-
-
-def _is_list(value: Any) -> bool:
-    return isinstance(value, (list, tuple)) and len(value) > 0
-
-
-def _at(value: Any, j: int) -> Any:
-    return value[j] if _is_list(value) else value
-
-
 def addcdiv_each(xs: Any, ys: Any, zs: Any, *scalars: Any, **named: Any) -> list[Any]:
     """One by one: torch's list op has no gradient where there is nothing."""
-    each = enumerate(zip(xs, ys, zs, strict=True))
-    return of_one_list([torch.addcdiv(*three, value=_at([*scalars, *named.values(), 1][0], i)) for i, three in each])
+    value, triples = [*scalars, *named.values(), 1][0], enumerate(zip(xs, ys, zs, strict=True))
+    return of_one_list([torch.addcdiv(*three, value=at_position(value, i)) for i, three in triples])
 
 
-def at_each_position(name: str, *args: object, **kwargs: object) -> Columns | Algorithm | None:
+def at_each_position(name: str, *args: object, **kwargs: object) -> EachPosition | Algorithm | None:
     """`_foreach_<name>`: what <name> does, at every position. A tensor outside of the lists is taken whole."""
     shared = any(isinstance(value, Operand) for value in (*args, *kwargs.values()))
     if shared and name.startswith("addc"):  # a number for each position, as a tensor
@@ -112,9 +41,9 @@ def at_each_position(name: str, *args: object, **kwargs: object) -> Columns | Al
         spec = named(name)(*here, *others, **{key: options[key] for key in _SAME_NAMES & options.keys()})
         return dataclasses.replace(spec, linear="none") if shared and isinstance(spec, Factors) else spec
 
-    columns = Columns(args, kwargs, plan)
-    plain = all(isinstance(spec, Factors) and spec.local is None for _, spec in columns.specs.values())
-    return columns if plain else None
+    found = EachPosition(args, kwargs, plan)
+    plain = all(isinstance(spec, Factors) and spec.local is None for _, spec in found.specs.values())
+    return found if plain else None
 
 
 for _name in (
@@ -125,9 +54,9 @@ for _name in (
     rule(f"_foreach_{_name}", any_float=True)(partial(at_each_position, _name))
 
 
-def fused(func: Any, *args: Any, **kwargs: Any) -> Columns | Algorithm | None:
+def fused(func: Any, *args: Any, **kwargs: Any) -> EachPosition | Algorithm | None:
     """A fused optimizer step: local where parameter, gradient and state are laid out alike. Gradients are made so."""
-    lists = [a for a in args if _is_list(a)]
+    lists = [a for a in args if is_list(a)]
 
     def with_gradients_alike(params: Any, grads: Any, *args: Any, **kwargs: Any) -> Any:
         grads = [g.redistribute(placements=p.placements) for p, g in zip(params, grads, strict=True)]
@@ -138,7 +67,7 @@ def fused(func: Any, *args: Any, **kwargs: Any) -> Columns | Algorithm | None:
     columns = zip(*lists, strict=True)
     alike = all(op.layout.placements == param.layout.placements for param, *state in columns for op in state if op.ndim)
     pending = any(param.layout.is_partial for param in lists[0])
-    return Columns(lists, {}, lambda *here: broadcast(here)) if alike and not pending else None
+    return EachPosition(lists, {}, lambda *here: broadcast(here)) if alike and not pending else None
 
 
 for _func in fused_optimizer_steps:
@@ -216,11 +145,11 @@ def maxima(tensors: Sequence[Operand]) -> Algorithm:
 
 
 @rule("_foreach_powsum")
-def foreach_powsum(tensors: Sequence[Operand], ord: Any = 2, dtype: torch.dtype | None = None) -> Columns | None:
+def foreach_powsum(tensors: Sequence[Operand], ord: Any = 2, dtype: torch.dtype | None = None) -> EachPosition | None:
     """Sums of powers: of what is cut, each rank has a part."""
     if not 0 < ord < math.inf:
         return None
-    return Columns((tensors, ord), {"dtype": dtype}, lambda t, *_, **options: factors("*d -> ", [t]))
+    return EachPosition((tensors, ord), {"dtype": dtype}, lambda t, *_, **options: factors("*d -> ", [t]))
 
 
 @rule("_amp_foreach_non_finite_check_and_unscale")

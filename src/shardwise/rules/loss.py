@@ -16,7 +16,7 @@ from shardwise.rules.softmax import exponentials
 from shardwise.strategy import Algorithm, Answer, Factors, Operand, Result, factors, operands_in
 from shardwise.strategy.lookup import by_holders, located, pointable
 from shardwise.strategy.lost import loses
-from shardwise.strategy.memory import contiguous, copied_stride, restrided, stored
+from shardwise.strategy.memory import contiguous, like_a_clone, stored
 from shardwise.strategy.program import Tensor, reduced, sum_dtype
 from shardwise.strategy.registry import program, rule
 from shardwise.torch_private.tensors import schema_of
@@ -101,13 +101,7 @@ for _name in (
     "soft_margin_loss poisson_nll_loss"
 ).split():
     loss_rule(_name, lambda operands, *settings: broadcast(operands))
-
-
-@stored("binary_cross_entropy", device="cpu")
-def of_binary_cross_entropy(result: torch.Tensor, x: torch.Tensor, *args: object, **kwargs: object) -> None:
-    """Values for each element lie like the input."""
-    if result.shape == x.shape:
-        restrided(result, copied_stride(x.shape, x.stride()))
+stored("binary_cross_entropy", device="cpu")(like_a_clone)
 
 
 @loses(F.l1_loss, "weight")

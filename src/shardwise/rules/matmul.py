@@ -8,9 +8,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from shardwise.rules.pointwise import is_endless
 from shardwise.strategy import Algorithm, Factors, Gathered, Operand, Tensor, factors, line
 from shardwise.strategy.lost import loses
+from shardwise.strategy.order import is_endless
 from shardwise.strategy.registry import program, rule
 from shardwise.torch_private.tensors import is_any_autocast_enabled
 
@@ -119,6 +119,4 @@ def block_diag(*tensors: object) -> Tensor:
     return torch.cat([F.pad(b, (end - b.shape[1], ends[-1] - end)) for b, end in zip(blocks, ends, strict=True)])
 
 
-@loses(torch.chain_matmul, "out")
-def chain_into(out: Tensor, *matrices: Tensor) -> Tensor:
-    return torch.linalg.multi_dot(matrices, out=out)
+loses(torch.chain_matmul, "out")(lambda out, *matrices: torch.linalg.multi_dot(matrices, out=out))

@@ -54,12 +54,6 @@ rule("constant_pad_nd")(lambda x, pad, value=0: pad_(x, pad, "constant", value))
 rule("reflection_pad1d reflection_pad2d reflection_pad3d")(lambda x, padding: pad_(x, padding, "reflect"))
 rule("replication_pad1d replication_pad2d replication_pad3d")(lambda x, padding: pad_(x, padding, "replicate"))
 stored("reflection_pad2d reflection_pad3d replication_pad2d replication_pad3d", device="cpu")(as_first_suggests)
-
-
-@stored("pad", device="cpu")
-def of_pad(result: object, x: torch.Tensor, pad: object, mode: str = "constant", value: object = None) -> None:
-    if mode in ("reflect", "replicate"):
-        as_first_suggests(result, x)
-
-
+_repeats_pixels = lambda x, pad, mode="constant", value=None: mode in ("reflect", "replicate")
+stored("pad", "cpu", when=_repeats_pixels)(as_first_suggests)
 rule("_pad_circular")(lambda x, pad: pad_(x, pad, "circular"))

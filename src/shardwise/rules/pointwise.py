@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import cmath
 from collections.abc import Iterable
 from functools import partial
 from typing import Any
@@ -12,9 +11,18 @@ import torch
 from shardwise.errors import dim_from_front
 from shardwise.layout.placement import Partial
 from shardwise.layout.shapes import dense_stride
-from shardwise.rules.order import added, falling, rising, rising_alone, rising_by, rising_threshold, scaled
 from shardwise.strategy import Algorithm, Factors, Operand, Order, Result, factors, line, operands_in, unfinished
-from shardwise.strategy.memory import contiguous, like_a_sum, restrided, stored
+from shardwise.strategy.memory import contiguous, like_a_clone, like_a_sum, stored
+from shardwise.strategy.order import (
+    added,
+    falling,
+    is_endless,
+    rising,
+    rising_alone,
+    rising_by,
+    rising_threshold,
+    scaled,
+)
 from shardwise.strategy.registry import program, rule
 
 
@@ -76,36 +84,15 @@ pointwise(
 )
 _LIKE_A_SUM = "copysign div divide floor_divide heaviside logaddexp logaddexp2 logical_and logical_or logical_xor "
 stored(_LIKE_A_SUM + "native_dropout_backward true_divide xlog1py xlogy")(like_a_sum)
-
-
-@stored("angle", device="cpu")
-def of_angle(result: object, x: torch.Tensor) -> None:
-    if x.dtype.is_complex:
-        contiguous(result)
-
-
-@stored("pow float_power")
-def of_power(result: object, base: object, exponent: object) -> None:
-    """Powers of one number lie row by row."""
-    if not isinstance(base, torch.Tensor):
-        contiguous(result)
-
-
-@stored("__rpow__")
-def of_power_of_number(result: object, exponent: object, base: object) -> None:
-    of_power(result, base, exponent)
-
-
-@stored("logsigmoid log_sigmoid log_sigmoid_forward", device="cpu")
-def of_log_sigmoid(result: object, *args: object, **kwargs: object) -> None:
-    contiguous(result)
-
-
 pointwise("maximum", order=Order(rising, in_each=True, together=Partial("max")))
 pointwise("minimum", order=Order(rising, in_each=True, together=Partial("min")))
 pointwise("addcmul addcdiv", numbers=("value",))
 pointwise("frexp log_sigmoid_forward", outputs=2)
-
+stored("logsigmoid log_sigmoid log_sigmoid_forward", device="cpu")(contiguous)
+stored("angle", "cpu", when=lambda x: x.dtype.is_complex)(contiguous)
+# powers of one number lie row by row
+stored("pow float_power", when=lambda base, exponent: not isinstance(base, torch.Tensor))(contiguous)
+stored("__rpow__", when=lambda exponent, base: not isinstance(base, torch.Tensor))(contiguous)
 
 # of one operand: a Partial sum stays one
 line("imag _conj _conj_copy _conj_physical _neg_view _neg_view_copy", "*d -> *d", "joint")
@@ -144,14 +131,9 @@ def empty_like(x: Operand, *, dtype: torch.dtype | None = None, **kwargs: object
     return broadcast([x], linear="joint", any_partial=True)
 
 
-@stored("zeros_like ones_like full_like empty_like rand_like randn_like randint_like")
-def of_like(
-    result: torch.Tensor, x: torch.Tensor, *args: object, memory_format: object = None, **kwargs: object
-) -> None:
-    if memory_format in (None, torch.preserve_format):
-        restrided(result, x.clone().stride())
-
-
+_preserves = lambda *args, memory_format=None, **kwargs: memory_format in (None, torch.preserve_format)
+_LIKE = "zeros_like ones_like full_like empty_like rand_like randn_like randint_like"
+stored(_LIKE, when=_preserves)(like_a_clone)
 for _func in (torch.zeros_like, torch.ones_like, torch.full_like):
     rule(_func.__name__, any_float=True)(partial(filled_like, _func))
 
@@ -169,11 +151,6 @@ def add(x: Operand | complex, other: Operand | complex, *args: Any, **kwargs: An
 def mul(x: Operand | complex, other: Operand | complex, *args: object, **kwargs: object) -> Factors:
     """Linear in each, also by a number."""
     return broadcast([x, other], linear="none" if is_endless(x, other) else "each", order=Order(scaled))
-
-
-def is_endless(*values: object) -> bool:
-    """Whether a number among the arguments is infinite: parts of both signs times infinity have no sum."""
-    return any(isinstance(v, (float, complex)) and cmath.isinf(v) for v in values)
 
 
 @rule("div divide true_divide", any_float=True)

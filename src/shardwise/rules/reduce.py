@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from shardwise.layout import Layout, Partial
-from shardwise.rules.order import of_the_same, rising
 from shardwise.rules.pointwise import broadcast
 from shardwise.strategy import Algorithm, Answer, Factors, Named, Operand, Order, factors, line
+from shardwise.strategy.order import of_the_same, rising
 from shardwise.strategy.program import Tensor, needs_grad, reduced, run_local, sum_dtype, without_dims
 from shardwise.strategy.registry import rule
 from shardwise.strategy.two_stages import Dims, reduced_dims, selected, shared_extreme, staged, whole_along

@@ -149,9 +149,10 @@ def put(x: Tensor, index: Tensor, source: Tensor, accumulate: bool = False) -> T
     return torch.ops.aten.index_put(line, unravelled(index, line.shape), source, accumulate).reshape(x.shape)
 
 
-@program("_unsafe_masked_index_put_accumulate")
-def masked_index_put(x: Tensor, mask: Tensor, indices: Sequence[Any], values: Tensor) -> Tensor:
-    return torch.ops.aten.index_put(x, clamped(x, indices), values.masked_fill(~mask, 0), True)
+_put = torch.ops.aten.index_put
+program("_unsafe_masked_index_put_accumulate")(
+    lambda x, mask, indices, values: _put(x, clamped(x, indices), values.masked_fill(~mask, 0), True)
+)
 
 
 @program("masked_scatter")

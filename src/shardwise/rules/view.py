@@ -100,9 +100,8 @@ def unflatten(x: Operand, dim: int, sizes: Sequence[int]) -> Relayout:
     return to_shape(x, (*x.shape[:d], *filled_in(sizes, x.shape[d]), *x.shape[d + 1 :]))
 
 
-@rule("permute permute_copy")
-def permute(x: Operand, *dims: object, **named: object) -> Relayout:
-    return permutation(dims_of(ints(dims, named), x.ndim))
+rule("t t_copy T")(lambda x: permutation(range(x.ndim)[::-1]))
+rule("permute permute_copy")(lambda x, *dims, **named: permutation(dims_of(ints(dims, named), x.ndim)))
 
 
 @rule("mT mH")
@@ -115,11 +114,6 @@ def swapped(x: Operand) -> Relayout | None:
 def transpose(x: Operand, dim0: int, dim1: int) -> Relayout:
     a, b = dims_of((dim0, dim1), x.ndim)
     return permutation([{a: b, b: a}.get(d, d) for d in range(x.ndim)])
-
-
-@rule("t t_copy T")
-def t(x: Operand) -> Relayout:
-    return permutation(range(x.ndim)[::-1])
 
 
 @rule("movedim moveaxis")

@@ -23,21 +23,24 @@ Correction = Callable[..., None]  # (the result on meta tensors, the call's argu
 C = TypeVar("C", bound=Correction)
 
 
-class _Kept(NamedTuple):
+class _Registered(NamedTuple):
     correct: Correction
-    device: str | None
+    device: str | None  # the kind of device whose kernels it is about; None: any
+    when: Callable[..., bool]  # whether it is about a call with these arguments
 
 
-_corrections: dict[str, _Kept] = {}  # by the name of an op
+_corrections: dict[str, _Registered] = {}  # by the name of an op
 _SMALL = 2**12  # elements
 
 
-def stored(names: str, device: str | None = None) -> Callable[[C], C]:
+def stored(
+    names: str, device: str | None = None, when: Callable[..., bool] = lambda *args, **kwargs: True
+) -> Callable[[C], C]:
     """Register the function below as the correction for these ops (names separated by spaces), if need be only for the
-    kernels of one kind of device."""
+    kernels of one kind of device, or only for calls whose arguments `when` is true of."""
 
     def register(function: C) -> C:
-        _corrections.update(dict.fromkeys(names.split(), _Kept(function, device)))
+        _corrections.update(dict.fromkeys(names.split(), _Registered(function, device, when)))
         return function
 
     return register
@@ -49,9 +52,9 @@ def correct_memory(
     """Give the results of a call on meta tensors the strides that they have on this kind of device."""
     schema = schema_of(func)
     name = schema.name.removeprefix("aten::") if schema is not None else getattr(func, "__name__", "")
-    kept = _corrections.get(name) or _corrections.get(SPELLINGS.get(name, name).removeprefix("special_"))
-    if kept is not None and kept.device in (None, device):
-        kept.correct(result, *args, **kwargs)
+    known = _corrections.get(name) or _corrections.get(SPELLINGS.get(name, name).removeprefix("special_"))
+    if known is not None and known.device in (None, device) and known.when(*args, **kwargs):
+        known.correct(result, *args, **kwargs)
     if schema is None or schema.name.startswith("aten::"):
         correct_thin(func, device, result, args, kwargs)
 
@@ -172,6 +175,12 @@ def contiguous(result: object, *args: object, **kwargs: object) -> None:
     """Without holes, row by row."""
     for out in tensors_among(result):
         formatted(out, torch.contiguous_format)
+
+
+def like_a_clone(result: torch.Tensor, x: torch.Tensor, *args: object, **kwargs: object) -> None:
+    """As a clone of the first operand, where the result has its shape."""
+    if result.shape == x.shape:
+        restrided(result, copied_stride(x.shape, x.stride()))
 
 
 def as_first_suggests(result: object, x: torch.Tensor, *args: object, **kwargs: object) -> None:

@@ -6,6 +6,7 @@ and a positive number is a number, the least of their square roots is not."""
 
 from __future__ import annotations
 
+import cmath
 from collections.abc import Callable
 
 import torch
@@ -68,3 +69,8 @@ def scaled(name: str, x: object, other: float, *args: object, **kwargs: object) 
 def _is_finite(number: object, dtype: torch.dtype = torch.float64) -> bool:
     """Whether it is a number, and a finite one among those of `dtype`."""
     return dtype.is_floating_point and isinstance(number, (int, float)) and abs(number) <= torch.finfo(dtype).max
+
+
+def is_endless(*values: object) -> bool:
+    """Whether a number among the arguments is infinite: parts of both signs times infinity have no sum."""
+    return any(isinstance(v, (float, complex)) and cmath.isinf(v) for v in values)
