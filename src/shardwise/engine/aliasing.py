@@ -66,11 +66,24 @@ def note_copies(
 
     origin = storage_id_of(source)
     first = next(((c.base, c.kept) for c in COPIES.get(origin, ())), (origin, StorageWeakRef(storage_of(source))))
+    unrecorded = not torch.is_grad_enabled()
     for i, copy in enumerate(tree_flatten(result)[0]):
         if copy is not result:  # one of several results: each has its own memory, and autograd lets us write to it
             copy._local = copy._layout.mesh.comm.bind(torch.clone)(copy._local)
-        several, unrecorded = copy is not result, not torch.is_grad_enabled()
+        if unrecorded and source.requires_grad:
+            _say_base_requires_grad(copy)
+        several = copy is not result
         _note(copy, name, *first, source, functools.partial(again, i=i), several, unrecorded, None)
+
+
+def _say_base_requires_grad(copy: Wrapper) -> None:
+    """A view that is made under no_grad requires grad if its base does, although no gradient reaches the base: neither
+    does one from the copy, which becomes such a view of memory that nobody has."""
+    comm, local = copy._layout.mesh.comm, copy._local
+    if torch.is_inference_mode_enabled() or not (copy.dtype.is_floating_point or copy.dtype.is_complex):
+        return
+    bases = [value.detach().requires_grad_() for value in comm.values(local)]
+    copy._local = comm.rebuild(local, [base.view_as(base) for base in bases])
 
 
 def note_view(base: Wrapper, view: Wrapper) -> None:
@@ -167,7 +180,7 @@ def before_write(target: Wrapper, op: str, recorded: bool) -> None:
                 f"{op}: the result of {copy.name} is a view and is being modified inplace. This view is the output of "
                 f"a function that returns multiple views, which autograd does not allow; write to its .clone()"
             )
-        if copy.unrecorded and torch.is_grad_enabled() and copy.source.requires_grad:
+        if copy.unrecorded and torch.is_grad_enabled() and copy.source.requires_grad and target.requires_grad:
             raise RuntimeError(
                 f"{op}: the result of {copy.name} is a view that was created in no_grad mode and is being modified "
                 f"inplace with grad mode enabled; write under torch.no_grad(), or take the view outside of it"
@@ -227,11 +240,13 @@ def _repeat_on_bases(targets: Sequence[Wrapper]) -> None:
     with _under_way(*(whole for whole, _, _ in wholes.values())):
         for whole, copy, quiet in wholes.values():
             source = copy.source
-            # the written view of a leaf was detached from the leaf
-            with torch.set_grad_enabled(torch.is_grad_enabled() and not quiet and not _is_of_leaf(source)):
-                (unseen_alias(source) if quiet else source).copy_(_with_view(source, copy.again, whole))
+            # the written view of a leaf was detached from the leaf, and a view that was made under no_grad has no graph
+            recorded = torch.is_grad_enabled() and not quiet and not copy.unrecorded and not _is_of_leaf(source)
+            value = _detached(whole) if copy.unrecorded else whole
+            with torch.set_grad_enabled(recorded):
+                (unseen_alias(source) if quiet else source).copy_(_with_view(source, copy.again, value))
         for whole, copy, quiet in wholes.values():
-            if torch.is_grad_enabled() and copy.source.requires_grad and not quiet:
+            if torch.is_grad_enabled() and copy.source.requires_grad and not quiet and not copy.unrecorded:
                 _take_again(whole, copy.again(_beside(copy.source)))  # its gradients reach the base, as in torch
 
 
@@ -247,7 +262,7 @@ def _make_copies_again(storage: int, unseen: bool) -> None:
             with _under_way(tensor), torch.no_grad():
                 _take_again(unseen_alias(tensor), copy.again(copy.source))
         else:
-            with _under_way(tensor):
+            with _under_way(tensor), torch.set_grad_enabled(torch.is_grad_enabled() and not copy.unrecorded):
                 _take_again(tensor, copy.again(_beside(copy.source)))
 
 
@@ -265,6 +280,13 @@ def unseen_alias(tensor: Wrapper) -> Wrapper:
     if COPIES:
         note_view(tensor, same)
     return same
+
+
+def _detached(tensor: Wrapper) -> Wrapper:
+    """The values alone, of which nothing is noted."""
+    comm, local = tensor._layout.mesh.comm, tensor._local
+    values = comm.rebuild(local, [value.detach() for value in comm.values(local)])
+    return cast(Wrapper, wrap(values, tensor._layout, tensor._offset))
 
 
 def _beside(source: Wrapper) -> Wrapper:

@@ -17,6 +17,7 @@ from shardwise.engine.plan import Plan
 from shardwise.errors import LayoutError, RuleError
 from shardwise.layout.shapes import dense_stride
 from shardwise.rules.as_strided import is_part
+from shardwise.strategy.memory import meta_like
 from shardwise.torch_private.tensors import OpOverload, schema_of
 from shardwise.wrapper import Wrapper, rebind, storage_id_of
 
@@ -57,14 +58,15 @@ def into_outs(func: Callable[..., Any], call: CallShape) -> Plan:
     def run(args: Any, kwargs: Any, local_args: Any, local_kwargs: Any) -> Any:
         outs: Any = kwargs[names[0]] if len(names) == 1 else [kwargs[n] for n in names]
         rest = {k: v for k, v in kwargs.items() if k not in names}
-        needs_grad = rest.pop("requires_grad", False)  # zeros(3, out=out, requires_grad=True) means `out`
+        rest.pop("requires_grad", False)  # zeros(3, out=out, requires_grad=True) means `out`
+        flag = _flag_after(func, args, kwargs) if of_numbers and isinstance(outs, Wrapper) else None
         if typed:
             rest.setdefault("dtype", outs.dtype)
         with autocast.off():  # which does nothing for calls with `out`
             result = without(*args, **rest)
         if isinstance(outs, Wrapper):
             written = _write(name, outs, result)
-            return written.requires_grad_() if needs_grad else written
+            return written if flag is None else written.requires_grad_(flag)
         for out, value in zip(outs, result, strict=True):
             _check(name, out, value)
         written = [_write(name, out, value) for out, value in zip(outs, result, strict=True)]
@@ -73,6 +75,21 @@ def into_outs(func: Callable[..., Any], call: CallShape) -> Plan:
         return written if isinstance(result, list) else type(result)(written)
 
     return run
+
+
+def _flag_after(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool | None:
+    """What ``out.requires_grad`` becomes where a call of numbers alone writes into `out`: most such calls set it, as
+    zeros(3, out=out) sets it to False, and some refuse an `out` that has it. None if it stays."""
+    (given,) = (out for out in kwargs.values() if isinstance(out, Wrapper))
+    asked = bool(kwargs.get("requires_grad", False))
+    if not asked and not given.requires_grad:
+        return None
+    like = meta_like(given._layout).requires_grad_(given.requires_grad)
+    if not given.is_leaf:
+        with torch.enable_grad():
+            like = like * 1
+    func(*args, **{name: like if out is given else out for name, out in kwargs.items()})
+    return None if like.requires_grad == given.requires_grad else like.requires_grad
 
 
 def check_not_resized(name: str, outs: Any, wrapped: Any) -> None:

@@ -19,7 +19,7 @@ from shardwise.rules.view import clipped, select, slice_, unsqueeze
 from shardwise.strategy import Algorithm, Answer, Factors, Operand, Tensor, factors
 from shardwise.strategy.indices import is_mask, one_number, spelled_out
 from shardwise.strategy.lookup import adds_up, by_holders, located, located_all, pointable, sum_of
-from shardwise.strategy.memory import iterated, restrided, stored
+from shardwise.strategy.memory import correct_memory, iterated, restrided, stored
 from shardwise.strategy.registry import program, rule
 from shardwise.wrapper import Wrapper, restride, shares_memory
 
@@ -210,12 +210,21 @@ def _index_by_masks(x: Tensor, indices: Sequence[Any]) -> Tensor:
         return torch.ops.aten.index(x, without_masks(indices))
     d, mask = at[0], indices[at[0]].bool()
     found = select_masked(x, mask, d)
-    if mask.ndim:
-        stride, shape = x._layout.stride, found._layout.shape
-        before, after = [max(shape[d], 1) * (n == 1) for n in shape[:d]], [int(n == 1) for n in shape[d + 1 :]]
-        operands = [(*stride[:d], 0, *stride[d + mask.ndim :]), (*before, 1, *after)]  # x, and the numbers of the rows
-        restride(found, iterated(shape, operands))  # in the order of x
+    restride(found, _rows_stride(x._layout.shape, x._layout.stride, d, mask.ndim, found.shape[d], x.device.type))
     return found
+
+
+@functools.lru_cache(maxsize=1024)
+def _rows_stride(
+    shape: tuple[int, ...], stride: tuple[int, ...], d: int, ndim: int, count: int, device: str
+) -> tuple[int, ...]:
+    """The strides of x[mask], with x of this shape and stride and a mask of `ndim` dims from dim `d` on that chooses
+    `count` rows: as if they were chosen by their numbers."""
+    x, rows = torch.empty_strided(shape, stride, device="meta"), torch.empty(count, dtype=torch.int64, device="meta")
+    x, indices = x if ndim else x.unsqueeze(d), [None] * d + [rows] * max(ndim, 1)
+    found = torch.ops.aten.index(x, indices)
+    correct_memory(torch.ops.aten.index.Tensor, device, found, (x, indices), {})
+    return found.stride()
 
 
 def without_masks(indices: Sequence[Any]) -> list[Any]:

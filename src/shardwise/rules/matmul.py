@@ -19,6 +19,19 @@ line("bmm", "b m k, b k n -> b m n", linear="each")
 line("mv", "m k, k -> m", linear="each")
 line("dot vdot", "k, k -> ", linear="each")
 line("outer ger", "m, n -> m n", linear="each")
+
+
+@program("kron")
+def kron(x: Tensor, y: Tensor) -> Tensor:
+    """By views, so that a write to an operand before the backward pass raises there: torch's own kron does not see it,
+    and takes the new values, which no longer are where x and y have been moved to."""
+    dims = max(x.dim(), y.dim())
+    x, y = (t.reshape((1,) * (dims - t.dim()) + tuple(t.shape)) for t in (x, y))
+    left = x.reshape([n for size in x.shape for n in (size, 1)])
+    right = y.reshape([n for size in y.shape for n in (1, size)])
+    return (left * right).reshape([m * n for m, n in zip(x.shape, y.shape, strict=True)])
+
+
 line("linear", "*b k, n k, +n? -> *b n", "each", takes="x weight bias=None", contiguous=True)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from shardwise.strategy import Algorithm, Operand, Tensor
 from shardwise.strategy.memory import contiguous, copied_stride, stored
 from shardwise.strategy.program import constant, reduced
 from shardwise.strategy.registry import gathered, program, rule
+from shardwise.torch_private.tensors import schema_of
 
 
 # -- in place --------------------------------------------------------------------------------------------------------
@@ -90,15 +91,26 @@ like_rule("randint_like", lambda dtype, *bounds: draws.integer(dtype, *bounds))
 # -- by value --------------------------------------------------------------------------------------------------------
 def value_rule(name: str, run: Callable[..., Any] | None = None) -> None:
     """An op whose numbers depend on values: its program; without one, or in torch's stream, the values are gathered."""
-    func = getattr(torch.ops.aten, name)  # every overload, those too that torch's own function does not take
+    packet = getattr(torch.ops.aten, name)  # every overload, those too that torch's own function does not take
 
     @program(name)
     def draw(*args: object, **kwargs: object) -> Tensor:
         if run is None or stream() == TORCH:
-            return values.drawn_whole(func, *args, **kwargs)
+            return values.drawn_whole(_overload_of(packet, args), *args, **kwargs)
         found = run(*args, **kwargs)
         tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)]
         return constant(found, tensors) if found.dtype.is_floating_point else found
+
+
+def _overload_of(packet: Any, args: Sequence[object]) -> Any:
+    """The overload that takes tensors where there are tensors. Torch takes one of a single number for a number, too."""
+    are_tensors = [isinstance(arg, torch.Tensor) for arg in args]
+    for name in packet.overloads():
+        arguments = schema_of(getattr(packet, name)).arguments
+        takes = [str(argument.type) == "Tensor" for argument in arguments[: len(args)]]
+        if takes == are_tensors and not any(argument.is_out for argument in arguments):
+            return getattr(packet, name)
+    return packet
 
 
 def draw_bernoulli(x: Tensor, p: Any = None, *, generator: torch.Generator | None = None) -> Tensor:

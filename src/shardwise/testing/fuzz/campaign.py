@@ -71,13 +71,21 @@ def simulated(
         if not left:
             return
         for s in left:  # each in a process of its own, to see whose program it was
-            text = ""
-            try:
-                with pool_of(1) as pool:
-                    text = pool.submit(_text_of, s).result()
-                    yield pool.submit(try_seed, s, strides).result()
-            except BrokenProcessPool:  # without a text, it was plain torch that died of what is composed on it
-                yield Found(s, HANG, "the process died", text) if text else Found(s, RIGHT)
+            yield _found_alone(s, strides)
+
+
+def _found_alone(seed: int, strides: bool) -> Found:
+    """How the program of a seed ends that may have ended a process."""
+    text = ""
+    for shorter in (True, False):  # what it was made into may be what ended the process, and not what was composed
+        try:
+            with pool_of(1) as pool:
+                text = pool.submit(_text_of, seed).result()
+                return pool.submit(try_seed, seed, strides, shorter).result()
+        except BrokenProcessPool:
+            continue
+    # without a text, it was plain torch that died of what is composed on it
+    return Found(seed, HANG, "the process died", text) if text else Found(seed, RIGHT)
 
 
 def _until_one_dies(
@@ -105,14 +113,14 @@ def _text_of(seed: int) -> str:
     return str(compose(seed))
 
 
-def try_seed(seed: int, strides: bool = True) -> Found:
-    """Run the program of a seed, and make it short if it fails."""
+def try_seed(seed: int, strides: bool = True, shorter: bool = True) -> Found:
+    """Run the program of a seed, and make it short if it fails (unless told not to)."""
     program = compose(seed)
     once = lambda p: judge(p, strides=strides)
     verdict = once(program)
     if verdict.right:
         return Found(seed, verdict.kind)
-    return found_in(seed, *shrink(program, verdict, once))
+    return found_in(seed, *(shrink(program, verdict, once) if shorter else (program, verdict)))
 
 
 def found_in(seed: int, program: Program, verdict: Verdict) -> Found:
