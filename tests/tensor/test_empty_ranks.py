@@ -6,6 +6,7 @@ import torch.nn.functional as F
 
 import shardwise
 from shardwise import Replicate, Shard
+from shardwise.comm.messages import clocks
 from shardwise.strategy.empty_ranks import of_one_each
 from tests.workers import device_mesh, run_ranks
 
@@ -74,6 +75,61 @@ def twice_differentiated(rank, world_size):
 def test_no_rank_differentiates_what_others_cannot():
     first, *others = run_ranks(twice_differentiated, 3)
     assert all(torch.equal(first, other) for other in others)
+
+
+def float8_and_back(x):
+    (x.to(torch.float8_e4m3fn).to(torch.float64) * 2).sum().backward()
+
+
+def gradient_of_zeros_twice(x):
+    loss = torch.sgn(x).sum()  # its gradients cannot be written, so that no second one can be added
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+def write_to_what_is_kept(x):
+    kept = torch.softmax(x, 1)
+    with torch.no_grad():
+        kept.sin_()
+    kept.sum().backward()
+
+
+def no_derivative(x):
+    """Torch goes to a node without a derivative before all others, so that no rank moves the gradient of the window."""
+    cut = shardwise.distribute_tensor(torch.ones(4, dtype=x.dtype), x.device_mesh, [Shard(0)]).requires_grad_()
+    index = torch.zeros(2, 3, dtype=torch.int64)
+    alone = torch.scatter(torch.zeros_like(x), 1, index, x, reduce="add")
+    loss = (cut.unfold(0, 2, 1) * 2).sum() + (alone * 3).sum()
+    torch.autograd.grad(loss, [x, cut])
+
+
+BACKWARD = {  # and what all ranks raise
+    float8_and_back: "",
+    gradient_of_zeros_twice: "ZeroTensors are immutable",
+    write_to_what_is_kept: "modified by an inplace operation",
+    no_derivative: "derivative for aten::scatter is not implemented",
+}
+
+
+def raised_in_backward(rank, world_size, call):
+    """What each rank raises; all must have come to as many collectives, or the next one would wait for ever."""
+    mesh = device_mesh((world_size,))
+    whole = torch.randn(2, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    x = shardwise.distribute_tensor(whole, mesh, [Shard(0, sizes=(2, 0, 0))], src_data_rank=None).requires_grad_()
+    try:
+        call(x)
+        said = ""
+    except RuntimeError as error:
+        said = str(error)
+    return said, {clock.name: clock.count for clock in clocks.values()}, x.full_tensor().equal(whole)
+
+
+@pytest.mark.parametrize("call", BACKWARD, ids=lambda call: call.__name__)
+def test_all_ranks_raise_in_backward(call):
+    found = run_ranks(raised_in_backward, 3, call, timeout=60)
+    assert [BACKWARD[call] in said and bool(said) == bool(BACKWARD[call]) for said, _, _ in found] == [True] * 3
+    assert len({str(counts) for _, counts, _ in found}) == 1
+    assert all(right for _, _, right in found)
 
 
 VALUES = torch.tensor([[0.3, -1.2, 0.7], [1.1, 0.4, -0.6]], dtype=torch.float64)

@@ -12,6 +12,7 @@ from shardwise.comm.base import Comm
 from shardwise.comm.record import recorders, recording_to
 from shardwise.protocols import Ctx, LocalValue, Structure, Tensors
 from shardwise.torch_private.autograd import is_recorded, is_transforming
+from shardwise.torch_private.tensors import is_zero_tensor, zero_tensor
 
 
 class _Held:
@@ -326,3 +327,34 @@ def nothing_of(x: torch.Tensor) -> torch.Tensor:
     """Zeros that are a function of `x` for autograd. Their gradients are zeros, too, whatever comes in (a product with
     0 would keep NaNs). Nothing is saved for the backward pass, so a graph that may be used twice stays so."""
     return _Nothing.apply(x)
+
+
+class _AlsoOf(torch.autograd.Function):
+    """See `also_of`."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(value: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+        return value.detach()  # no view, so that it may be written
+
+    @staticmethod
+    def setup_context(ctx: Ctx, inputs: tuple[torch.Tensor, torch.Tensor], output: object) -> None:
+        ctx.set_materialize_grads(False)
+        ctx.shape, ctx.dtype = tuple(inputs[1].shape), inputs[1].dtype
+
+    @staticmethod
+    def backward(ctx: Ctx, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        if grad is None:
+            return None, None
+        if ctx.dtype.itemsize == 1:  # an 8-bit float: a second gradient could not be added to the first
+            return grad, None
+        if is_zero_tensor(grad):  # it cannot be written: so it is on the ranks that hold elements
+            return grad, zero_tensor(ctx.shape, ctx.dtype, grad.device)
+        return grad, also_of(grad.new_zeros(ctx.shape, dtype=ctx.dtype), grad)
+
+
+def also_of(value: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+    """`value`, in its own memory, that autograd takes for a function of `source` too, whose gradients are zeros. It
+    computes nothing, which not every dtype could."""
+    return _AlsoOf.apply(value, source)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+from collections import deque
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -16,13 +17,21 @@ turns = itertools.count(1)  # of entering one, in this process
 draws: dict[tuple[int, ...], tuple[int, int]] = {}  # by the ranks of a mesh: how many random ops, and what they drew
 
 
-class Clock:
-    """Counts the exchanges of some ranks in one group. Ranks that run the same program get the same count."""
+_KEPT_TAGS = 32  # a rank can be ahead of the others by so many that it need not wait in
 
-    __slots__ = ("count", "forks", "name")
+
+class Clock:
+    """Counts the exchanges of some ranks in one group. Ranks that run the same program count alike.
+
+    Attributes:
+        tags: Those of the last exchanges, which say what each was; the newest is last.
+    """
+
+    __slots__ = ("count", "forks", "name", "tags")
 
     def __init__(self, name: str = "") -> None:
         self.name, self.count, self.forks = name, 0, forks.count
+        self.tags: deque[int] = deque(maxlen=_KEPT_TAGS)
 
 
 class _Forks:

@@ -124,6 +124,7 @@ class Guard:
         self.number = clock.count
         op, kind, who = crc(self.note.op), crc(self.kind), self.along.digest
         self.tag = hash((op, self.note.backward, kind, self.digest, who, self.number, len(compare))) & _TAGS
+        clock.tags.append(self.tag)
 
     def _refuse_other_threads(self) -> None:
         """Raise where another thread is just beginning a collective of the same ranks. Their order would be chance, and

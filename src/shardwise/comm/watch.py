@@ -172,8 +172,8 @@ class Watch:
         alive = {thread.ident for thread in threading.enumerate()}
         rest = (threads & alive) - set(blocked)  # another thread may still do what the others wait for
         alone = len(rest) <= (1 if not blocked else 0)
-        counts = {clock.name: clock.count for clock in clocks.values()}
-        here.set("waits", json.dumps([self._beat, alone, calls, counts]))
+        came = {clock.name: (clock.count, list(clock.tags)) for clock in clocks.values()}
+        here.set("waits", json.dumps([self._beat, alone, calls, came]))
         self._has_reported = True
         for guard in blocked.values():
             trouble = None if guard.trouble else self._why(here, guard.along.ranks)
@@ -255,13 +255,18 @@ def _place(guard: Guard, frame: FrameType | None) -> str:
     return f"{guard.describe()} at {guard.line(frame)}"
 
 
-def _has_come(call: Sequence[Any], calls: Sequence[Sequence[Any]], counts: Mapping[str, int]) -> bool:
-    """Whether a rank with these calls and counts has done, or is doing, its part of a call."""
+def _has_come(
+    call: Sequence[Any], calls: Sequence[Sequence[Any]], came: Mapping[str, tuple[int, Sequence[int]]]
+) -> bool:
+    """Whether a rank has done, or is doing, its part of a call. It is in `calls`; `came` says to how many collectives
+    of each clock it came, and the tags of the last ones: a rank that has to wait for nobody may be past another."""
     clock, number, tag = call[:3]
     same = [other for other in calls if other[0] == clock and other[1] == number]
     if same:
         return any(other[2] == tag for other in same)
-    return counts.get(clock, 0) >= number
+    count, tags = came.get(clock, (0, ()))
+    behind = count - number
+    return behind >= 0 and (behind >= len(tags) or tags[-1 - behind] == tag)
 
 
 watch = Watch()

@@ -84,8 +84,11 @@ def build_plan(func: Callable[..., Any], spec: Spec | Algorithm, call: CallShape
         local = changed(local, keeping_operand)
     if assignment.around is not None and any(map(leaves_empty, inputs)):
         local = changed(local, assignment.around)
+    imitates = False
     if results.base is None or in_place:
-        local = changed(imitating_others(local, inputs, outputs, in_place), change)
+        alone, local = local, imitating_others(local, inputs, outputs, in_place)
+        imitates = local is not alone
+        local = changed(local, change)
     else:
         local = changed(local, change, as_views_of_nothing if is_empty_here_alone([*inputs, *outputs]) else as_it_is)
     invoke = bind_local(call.mesh.comm, local, split, len(inputs))
@@ -99,7 +102,9 @@ def build_plan(func: Callable[..., Any], spec: Spec | Algorithm, call: CallShape
         return noted
     copied = base is not None and (moved or not assignment.aliases(inputs))
     plain = results.dtype in (None, outputs[0].dtype if outputs else None)  # a view of another dtype counts otherwise
-    simple = not moves and not spec.keeps and results.single and not copied and not results.same
+    # a rank that imitates others gives another tensor than the one that autograd keeps
+    keeps_others = bool(copies or spec.keeps or imitates)
+    simple = not moves and not keeps_others and results.single and not copied and not results.same
     if simple and base in (None, (0,)) and plain:
         direct = _run_direct(call.paths, one_wrapper(outputs[0]), invoke, takes_all, results.begins[0])
         if direct is not None:
@@ -107,7 +112,7 @@ def build_plan(func: Callable[..., Any], spec: Spec | Algorithm, call: CallShape
     finish = results.finisher(outputs, base, copied, func, call.name)
     differentiable = any(out.dtype.is_floating_point or out.dtype.is_complex for out in outputs)
     run = _run(call, inputs, moves, invoke, takes_all, finish, assignment.reasons, differentiable)
-    return watched(run, call, copies) if copies or spec.keeps else run
+    return watched(run, call, copies) if keeps_others else run
 
 
 def _moves_again(call: CallShape, steps: tuple[MeshStep, ...]) -> Again:

@@ -15,10 +15,10 @@ import torch.nn.functional as F
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from shardwise.comm.base import Coords
-from shardwise.comm.bridge import nothing_of
+from shardwise.comm.bridge import also_of
 from shardwise.comm.capturing import unwritten
 from shardwise.layout import Layout
-from shardwise.torch_private.autograd import is_transforming, original_views
+from shardwise.torch_private.autograd import comes_first, is_transforming, original_views
 from shardwise.torch_private.tensors import is_abstract, storage_id
 
 _MISSING_KERNEL = re.compile(r"not (yet )?(implemented|supported)|unsupported|does not support", re.IGNORECASE)
@@ -184,9 +184,7 @@ def _as_large_as(shape: Sequence[int], x: torch.Tensor) -> torch.Tensor:
     if not x.is_floating_point() and not x.is_complex():
         return x.new_zeros(tuple(shape))
     numbers = _numbers(_numel(shape), x.dtype, x.device).view(tuple(shape))
-    if not x.requires_grad or x.dim() != len(shape):
-        return numbers.clone()
-    return _resized(nothing_of(x), shape) + numbers
+    return also_of(numbers.clone(), x) if x.requires_grad else numbers.clone()
 
 
 _PERIOD = 1_000_003  # numbers, after which they repeat: a prime, so that the rows of a matrix differ
@@ -206,11 +204,6 @@ def _numbers(n: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     return known[:n] if n <= len(known) else known.repeat(-(-n // len(known)))[:n]
 
 
-def _resized(x: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-    """With less elements, or more zeros, at the ends of dims."""
-    return F.pad(x, _to(shape, x))
-
-
 def _to(shape: Sequence[int], x: torch.Tensor) -> list[int]:
     """What F.pad adds to get from `x` to this shape."""
     return [n for d in reversed(range(x.dim())) for n in (0, shape[d] - x.shape[d])]
@@ -228,6 +221,8 @@ def _tied(result: object, made_up: object) -> object:
 def _tie(mine: object, other: object) -> object:
     if not isinstance(mine, torch.Tensor) or not isinstance(other, torch.Tensor):
         return mine
-    if not other.requires_grad or mine.dim() != other.dim():
+    if not other.requires_grad:
         return mine
-    return mine + _resized(nothing_of(other), mine.shape)
+    if comes_first(mine):  # it raises, before the gradients of others are moved: so it does on all ranks
+        return mine
+    return also_of(mine, other)

@@ -194,6 +194,15 @@ def take_nodes(unwrapped: Callable[[torch.autograd.graph.Node], torch.autograd.g
     torch.autograd.graph._get_grad_fn_or_grad_acc = lambda t: unwrapped(find(t))  # type: ignore[assignment]
 
 
+_BEFORE_ALL_OTHERS = 2**64 - 1
+
+
+def comes_first(value: torch.Tensor) -> bool:
+    """Whether a backward pass goes to the node of a tensor as soon as it can, before all others that wait: torch does
+    so with a node that only says that there is no derivative."""
+    return value.grad_fn is not None and number_of_node(value.grad_fn) == _BEFORE_ALL_OTHERS
+
+
 def set_number_of_node(node: torch.autograd.graph.Node, number: int) -> None:
     """Give an autograd node another sequence number. Of the nodes that are ready, the one of the highest runs first."""
     node._set_sequence_nr(number)  # type: ignore[attr-defined]

@@ -173,12 +173,20 @@ def without_python(func: Callable[..., Any]) -> Callable[..., Any]:
     return bare
 
 
-_is_zero_tensor: Callable[[torch.Tensor], bool] = take("torch._is_zerotensor", "gradients that travel between ranks")
+is_zero_tensor: Callable[[torch.Tensor], bool] = take("torch._is_zerotensor", "gradients that travel between ranks")
+_zeros_without_memory: Callable[..., torch.Tensor] = take(
+    "torch._efficientzerotensor", "gradients on ranks that hold nothing"
+)
+
+
+def zero_tensor(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Zeros that take no memory and cannot be written, as autograd makes them for gradients that are always zero."""
+    return _zeros_without_memory(tuple(shape), dtype=dtype, device=device)
 
 
 def in_memory(gradient: torch.Tensor) -> torch.Tensor:
     """A gradient that another rank can be sent: autograd has zeros that take no memory."""
-    return gradient.clone() if _is_zero_tensor(gradient) else gradient
+    return gradient.clone() if is_zero_tensor(gradient) else gradient
 
 
 @contextmanager

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardwise.testing.fuzz.compose import compose
-from shardwise.testing.fuzz.judge import INEXACT, RIGHT, TORCHS, Verdict, judge
+from shardwise.testing.fuzz.judge import INEXACT, OUT_OF_STEP, RIGHT, TORCHS, Verdict, judge
 from shardwise.testing.fuzz.program import Program
 from shardwise.testing.fuzz.shrink import shrink
 from shardwise.testing.pool import pool_of
@@ -203,7 +203,7 @@ class Group:
 
 def is_in_step(found: Found) -> bool:
     """Whether the processes that ran a program can go on with the next one."""
-    return not found.message.startswith(_NO_END) and "CommError" not in found.message
+    return not found.message.startswith((_NO_END, OUT_OF_STEP)) and "CommError" not in found.message
 
 
 def composed_for(seed: int, ranks: int, device: str) -> Program:

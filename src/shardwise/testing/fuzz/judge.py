@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise.argument_types import MeshArgument
+from shardwise.comm.messages import clocks
 from shardwise.mesh import as_mesh, simulate
 from shardwise.tensor import DTensor
 from shardwise.testing.fuzz.defects import defects
@@ -32,6 +33,7 @@ TORCHS = "torch's own"  # a defect of torch (`defects.py`)
 INEXACT = "inexact"  # results that plain torch itself does not repeat when the inputs change in their last bits
 
 
+OUT_OF_STEP = "the ranks have come to different numbers of collectives"
 _SHAKES = 3  # how often the inputs are changed, until a result changes
 
 # a change of the inputs in the last bits; results that change by more than their tolerance say nothing
@@ -107,6 +109,9 @@ def judge(program: Program, mesh: MeshArgument | None = None, strides: bool = Tr
     ends = told(f"line {ours.line + 1}: {type(ours.error).__name__}" if ours.error else "the end")
     if len(set(ends)) > 1:
         return Verdict(WRONG, f"the ranks do not end alike: {', '.join(ends)}")
+    counts = told({clock.name: clock.count for clock in clocks.values()})  # else the next program would wait for ever
+    if any(count != counts[0] for count in counts):
+        return Verdict(WRONG, f"{OUT_OF_STEP}: {counts}")
     # Kernels of GPUs do not give the same each time, so that one rank may find a difference and another none. All ranks
     # compare everything, which communicates, and agree afterwards.
     found = _first(told(_errors(program, ours, plain) or _first_difference(ours, plain, program, strides)))
