@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from shardwise import LayoutError, Partial, Replicate, RuleError, Shard, simulate
+from shardwise import Partial, Replicate, RuleError, Shard, simulate
 from shardwise.testing import spread_out
 from tests.random.common import as_torch_draws
 from tests.values import compare, layouts_of, seeded

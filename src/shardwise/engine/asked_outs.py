@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +17,7 @@ import torch
 from shardwise.engine.call_shape import CallShape
 
 _FEW = 2**16  # elements: with so many torch may be asked
+Noted = dict[str, type[Warning]]  # the texts of warnings and their kinds
 
 
 class Told(NamedTuple):
@@ -24,11 +26,11 @@ class Told(NamedTuple):
     shapes: list[tuple[int, ...]]
     strides: list[tuple[int, ...]]
     kind: type  # of what the call returned
-    warnings: list[tuple[str, type[Warning]]]  # those that it does not give without `out`
+    warnings: Noted  # those that it does not give without `out`
 
     def warn(self) -> None:
-        for message, category in self.warnings:
-            warnings.warn(message, category, stacklevel=2)
+        for text, kind in self.warnings.items():
+            warnings.warn(text, kind, stacklevel=2)
 
 
 def asked(call: CallShape, without: Callable[..., Any], names: Sequence[str]) -> Told | None:
@@ -41,18 +43,26 @@ def asked(call: CallShape, without: Callable[..., Any], names: Sequence[str]) ->
     """
     if "generator" in call.kwargs or sum(math.prod(layout.shape) for layout in call.layouts) > _FEW:
         return None
+    before: Noted = {}
+    new: Noted = {}
     try:
-        with warnings.catch_warnings(record=True) as before:
-            warnings.simplefilter("always")
+        with _warnings_in(before):
             call.on_zeros(without, names)
     except Exception:  # the call itself is wrong, or zeros are
         return None
-    with warnings.catch_warnings(record=True) as noted:
-        warnings.simplefilter("always")
+    with _warnings_in(new):
         result, kwargs = call.on_zeros(call.func)
     outs: list[torch.Tensor] = []
     for name in names:
         outs += kwargs[name] if isinstance(kwargs[name], (tuple, list)) else [kwargs[name]]
-    known = {str(warning.message) for warning in before}
-    new = {str(w.message): w.category for w in noted if str(w.message) not in known}
-    return Told([tuple(t.shape) for t in outs], [t.stride() for t in outs], type(result), list(new.items()))
+    added = {text: kind for text, kind in new.items() if text not in before}
+    return Told([tuple(t.shape) for t in outs], [t.stride() for t in outs], type(result), added)
+
+
+@contextmanager
+def _warnings_in(noted: Noted) -> Iterator[None]:
+    """Inside, warnings are noted and not shown."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.showwarning = lambda message, category, *where: noted.update({str(message): category})
+        yield
