@@ -23,7 +23,7 @@ from shardwise.comm.watch import errors
 from shardwise.context import of_thread
 from shardwise.engine import autocast
 from shardwise.engine.call_shape import op_name, tensors_in
-from shardwise.engine.into_out import check_not_resized, out_names
+from shardwise.engine.into_out import out_names, resize_plain
 from shardwise.engine.keys import (
     ANY_FLOAT,
     ODD_FLOATS,
@@ -164,7 +164,7 @@ def _call_with_plain_tensors(cls: type, func: Any, types: tuple[type, ...], args
     result = call_function(cls, func, types, args, wrapped)
     for name in out_names(func) if kwargs else ():
         if name in kwargs:
-            check_not_resized(op_name(func), kwargs[name], wrapped[name])
+            resize_plain(kwargs[name], wrapped[name])
     return result
 
 

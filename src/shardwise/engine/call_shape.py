@@ -77,10 +77,12 @@ def _elements_in(result: object) -> int:
 
 
 def _zeros_for(tensor: Wrapper) -> torch.Tensor:
-    """A tensor of zeros on the host with the global shape and strides. It requires grad, and is a leaf, if `tensor`
-    does and is."""
+    """A tensor on the host with the global shape and strides. It requires grad, and is a leaf, if `tensor` does and is.
+    Its values are zeros; in matrices of floats those of the diagonal are ones, since an op may need an inverse."""
     layout = tensor._layout
     zeros = torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype).zero_()
+    if len(layout.shape) > 1 and (layout.dtype.is_floating_point or layout.dtype.is_complex):
+        zeros.diagonal(dim1=-2, dim2=-1).copy_(torch.ones(()))
     if not torch.is_grad_enabled() or not tensor.requires_grad:
         return zeros
     zeros.requires_grad_()
@@ -158,12 +160,18 @@ class CallShape:
 
     def _run_on_zeros(self) -> None:
         """Run the call on zeros, which autograd records as it would record the call: it has errors of its own."""
+        self.on_zeros(self.func)
+
+    def on_zeros(self, func: Callable[..., Any], without: Collection[str] = ()) -> tuple[Any, dict[str, Any]]:
+        """The result of `func` with the call's arguments, except for the named ones; its tensors are zeros. And the
+        named arguments that it was called with."""
         args, kwargs = self.with_tensors([_zeros_for(tensor) for tensor in self.tensors])
+        kwargs = {name: value for name, value in kwargs.items() if name not in without}
         with torch.random.fork_rng(devices=()), ExitStack() as stack:
             # hides this from saved-tensor hooks of the program, such as a checkpoint's; under torch.func there are none
             with suppress(RuntimeError):
                 stack.enter_context(saved_tensors_hooks(torch.Tensor.detach, torch.Tensor.detach))
-            self.func(*args, **kwargs)
+            return func(*args, **kwargs), kwargs
 
     def run_meta(self, numbers: Collection[int] = ()) -> Any:
         """The result of the call on meta tensors; `numbers` are the 0-d tensors that it is given as numbers."""

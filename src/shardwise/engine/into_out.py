@@ -11,15 +11,17 @@ import torch
 
 from shardwise.engine import autocast
 from shardwise.engine.aliasing import COPIES
+from shardwise.engine.asked_outs import Told, asked
 from shardwise.engine.call_shape import CallShape, op_name
 from shardwise.engine.fallback import replicated
+from shardwise.engine.plain_tensors import replicated_plain
 from shardwise.engine.plan import Plan
-from shardwise.errors import LayoutError, RuleError
+from shardwise.errors import RuleError
 from shardwise.layout.shapes import dense_stride
 from shardwise.rules.as_strided import is_part
 from shardwise.strategy.memory import meta_like
 from shardwise.torch_private.tensors import OpOverload, schema_of
-from shardwise.wrapper import Wrapper, rebind, storage_id_of
+from shardwise.wrapper import Wrapper, rebind, restride, storage_id_of
 
 # arguments that an overload with `out` may take from the `out` tensor
 _OF_FACTORIES = ("dtype", "layout", "device", "pin_memory")
@@ -44,7 +46,8 @@ def out_names(func: Callable[..., Any]) -> tuple[str, ...]:
 
 def into_outs(func: Callable[..., Any], call: CallShape) -> Plan:
     """The plan of a call that names tensors to write its results into."""
-    call.check()  # raises for ops that accept an `out` of the result's dtype only
+    with warnings.catch_warnings(action="ignore"):  # torch's meta kernels have warnings of their own
+        call.check()
     name, names = op_name(func), out_names(func)
     forms = [func] if isinstance(func, OpOverload) else _overloads(name, with_out=True)
     without = _without_out(func) if isinstance(func, OpOverload) else func
@@ -54,6 +57,7 @@ def into_outs(func: Callable[..., Any], call: CallShape) -> Plan:
     # normal(0, 1, (3,), out=out) has the dtype of out, normal(x, out=out) that of x
     of_numbers = all(path[0] in names for path in call.paths)
     typed = bool(forms) and (any if of_numbers else all)(_is_typed_by_out(form) for form in forms)
+    told = asked(call, without, names)
 
     def run(args: Any, kwargs: Any, local_args: Any, local_kwargs: Any) -> Any:
         outs: Any = kwargs[names[0]] if len(names) == 1 else [kwargs[n] for n in names]
@@ -65,14 +69,13 @@ def into_outs(func: Callable[..., Any], call: CallShape) -> Plan:
         with autocast.off():  # which does nothing for calls with `out`
             result = without(*args, **rest)
         if isinstance(outs, Wrapper):
-            written = _write(name, outs, result)
+            written = _write_all(name, [outs], [result], told)[0]
             return written if flag is None else written.requires_grad_(flag)
-        for out, value in zip(outs, result, strict=True):
-            _check(name, out, value)
-        written = [_write(name, out, value) for out, value in zip(outs, result, strict=True)]
+        written = _write_all(name, outs, result, told)
         if returns_nothing:
             return None
-        return written if isinstance(result, list) else type(result)(written)
+        kind = type(result) if told is None else told.kind
+        return getattr(torch.return_types, f"{kind.__name__}_out", kind)(written)
 
     return run
 
@@ -92,15 +95,18 @@ def _flag_after(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bo
     return None if like.requires_grad == given.requires_grad else like.requires_grad
 
 
-def check_not_resized(name: str, outs: Any, wrapped: Any) -> None:
-    """Raise if a plain `out` should have been resized: only the distributed tensor that wraps it was resized."""
+def resize_plain(outs: Any, wrapped: Any) -> None:
+    """Where a plain `out` should have been resized, only the distributed tensor that shared its memory was: resize it,
+    too, and let them share memory again."""
     pairs = zip(outs, wrapped, strict=True) if isinstance(outs, (tuple, list)) else [(outs, wrapped)]
     for plain, out in pairs:
-        if isinstance(plain, torch.Tensor) and plain.shape != out.shape:
-            raise LayoutError(
-                f"{name}: out is a plain tensor of shape {tuple(plain.shape)}, the result is distributed and of shape "
-                f"{tuple(out.shape)}; give an out of that shape, or a DTensor"
-            )
+        if not isinstance(plain, torch.Tensor) or isinstance(plain, Wrapper) or plain.shape == out.shape:
+            continue
+        with torch.no_grad():
+            plain.resize_(out.shape).as_strided_(out.shape, out._layout.stride)
+            if not out._layout.mesh.comm.outside:
+                plain.copy_(out.full_tensor())
+            rebind(out, replicated_plain(plain, out._layout.mesh))
 
 
 def _check(name: str, out: torch.Tensor, value: torch.Tensor) -> None:
@@ -114,29 +120,44 @@ def _check(name: str, out: torch.Tensor, value: torch.Tensor) -> None:
         )
 
 
-def _write(name: str, out: Any, value: Any) -> Any:
-    """Write the value into `out` and return it."""
-    _check(name, out, value)
-    return out.copy_(value) if out.shape == value.shape else _resized(name, out, value)
+def _write_all(name: str, outs: Sequence[Any], values: Sequence[Any], told: Told | None) -> list[Any]:
+    """The outs, with the values written into them."""
+    for out, value in zip(outs, values, strict=True):
+        _check(name, out, value)
+    if told is not None and told.shapes != [tuple(value.shape) for value in values]:
+        told = None  # sizes that depend on the values, as of `nonzero`: zeros did not know them
+    if told is not None:
+        told.warn()
+    strides = [None] * len(outs) if told is None else told.strides
+    return [_write(name, *each) for each in zip(outs, values, strides, strict=True)]
 
 
-def _resized(name: str, out: Any, value: Any) -> Any:
-    """Resize an `out` of another shape to the result's, as torch does, with torch's warning where elements are lost."""
+def _write(name: str, out: Any, value: Any, stride: tuple[int, ...] | None) -> Any:
+    """`out`, with the value written into it; if it must be resized, with these strides where they are known."""
+    return out.copy_(value) if out.shape == value.shape else _resized(name, out, value, stride)
+
+
+def _resized(name: str, out: Any, value: Any, strides: tuple[int, ...] | None) -> Any:
+    """`out` of another shape, resized to the result's as torch does; with torch's warning where elements are lost."""
     shape, stride = tuple(out.shape), out._layout.stride
     if stride != dense_stride(shape, stride) or (out.numel() and (storage_id_of(out) in COPIES or is_part(out))):
         raise RuleError(
             f"{name}: out has shape {shape} and is part of another tensor, the result {tuple(value.shape)}; give an "
             f"out of the result's shape"
         )
-    if out.numel():
+    if out.numel() and strides is None:
         warnings.warn(
-            f"{name}: an out of shape {shape} was resized to {tuple(value.shape)}, the shape of the result; give an "
-            f"out of that shape, or an empty one",
+            f"An output with one or more elements was resized since it had shape {list(shape)}, which does not match "
+            f"the required output shape {list(value.shape)} of {name}. Resize it to zero elements before, "
+            f"t.resize_(0), if that is what you want",
             stacklevel=2,
         )
     if not isinstance(value, Wrapper) or (out.numel() and not out.requires_grad):  # views of its elements may exist
         return out.resize_(value.shape).copy_(value)
-    return rebind(out, value.to(out.dtype, copy=True).requires_grad_(out.requires_grad))
+    rebind(out, value.to(out.dtype, copy=True).requires_grad_(out.requires_grad))
+    if strides is not None:
+        restride(out, strides)
+    return out
 
 
 def _overloads(name: str, with_out: bool) -> list[Any]:
