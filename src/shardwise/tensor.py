@@ -147,7 +147,8 @@ class DTensor(Wrapper):
             run_check: Whether to compare dtypes and dims across ranks, and take Replicate values from the first rank.
             shape: The global shape. Without it, the ranks exchange their sizes (one small collective), so that the
                 global shape is right for uneven local tensors, too.
-            stride: The global stride; by default dims in memory are ordered as in the local tensor.
+            stride: The global stride, of a `shape` that is given; by default dims in memory are ordered as in the
+                local tensor.
             grad_placements: How the gradient of the local tensor is laid out; by default like the result's.
             assume_even: Whether to assume that every rank holds a tensor of this size; then no sizes are exchanged.
             local: A shorter name of `local_tensor`.
@@ -170,6 +171,11 @@ class DTensor(Wrapper):
             instead = "its to_local() is one" if isinstance(local, DTensor) else "torch.as_tensor(...) makes one"
             raise LayoutError(
                 f"the local_tensor argument only accepts torch.Tensor but got {type(local)} value; {instead}"
+            )
+        if stride is not None and shape is None:
+            raise LayoutError(
+                f"Found shape:None, stride:{tuple(stride)}. Please pass both shape and stride at the same time: a "
+                f"shape that is yet to be found may have other strides"
             )
         check_dense(local)
         mesh = as_mesh(device_mesh, outside=True)

@@ -236,3 +236,17 @@ def count_fully_shard(rank, world_size):
 def test_fully_shard_counts_equal_torchs():
     for ours, torchs in run_ranks(count_fully_shard, 4):
         assert ours == torchs and ours
+
+
+def test_fully_shard_over_copies_reduces_among_parts_and_then_over_copies():
+    mesh = simulate((2, 2), axis_names=("copies", "parts"))
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 5))
+    for layer in model:
+        fully_shard(layer, mesh=mesh)
+    x = torch.ones(4, 8)
+    with CommDebugMode() as mode:
+        model(x).sum().backward()
+    counts, c10d = mode.get_comm_counts(), torch.ops.c10d
+    assert counts[c10d._reduce_scatter_base_] == counts[c10d.allreduce_] == 2
+    assert set(counts) == {c10d._reduce_scatter_base_, c10d.allreduce_, c10d._allgather_base_}
+    assert torch.equal(model[1].bias.grad.full_tensor(), torch.full((5,), 4.0))

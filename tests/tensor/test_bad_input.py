@@ -68,6 +68,7 @@ CASES = {
     "from_local shape": (lambda: DTensor.from_local(local(2, 2, 2), LINE, [Shard(0)], shape=(7, 4)), LayoutError, "shape=(7, 4): under [Shard(dim=0)] the rank at (0,) holds (3, 4), but its local tensor is (2, 4)"),
     "from_local shape dims": (lambda: DTensor.from_local(local(2, 2, 2), LINE, [Shard(0)], shape=(6,)), LayoutError, "shape=(6,): 1 dims given for local tensors of 2 dims (2, 4)"),
     "from_local stride": (lambda: DTensor.from_local(local(2, 2, 2), LINE, [Shard(0)], shape=(6, 4), stride=(4,)), LayoutError, "stride = (4,): 1 strides for a shape of 2 dims (6, 4)"),
+    "from_local stride alone": (lambda: DTensor.from_local(local(2, 2, 2), LINE, [Shard(0)], stride=(4, 1)), LayoutError, "Found shape:None, stride:(4, 1). Please pass both shape and stride at the same time"),
     "ranks disagree in size": (lambda: DTensor.from_local(RankTensor([torch.ones(2, n) for n in (3, 3, 4)]), LINE, [Shard(0)]), LayoutError, "ranks that must agree hold different sizes of dim 1: 3 and 4 at coordinates (2,)"),
     "ranks disagree in dims": (lambda: DTensor.from_local(RankTensor([torch.ones(2), torch.ones(2), torch.ones(2, 1)]), LINE, [Shard(0)]), LayoutError, "the ranks differ in dims: (2,) and, at (2,), (2, 1)"),
     "ranks disagree in dtype": (lambda: DTensor.from_local(RankTensor([torch.ones(2), torch.ones(2), torch.ones(2).double()]), LINE, [Shard(0)], run_check=True), LayoutError, "dtype"),

@@ -71,16 +71,16 @@ def into_outs(func: Callable[..., Any], call: CallShape) -> Plan:
         if isinstance(outs, Wrapper):
             written = _write_all(name, [outs], [result], told)[0]
             return written if flag is None else written.requires_grad_(flag)
-        written = _write_all(name, outs, result, told)
+        several = _write_all(name, outs, result, told)
         if returns_nothing:
             return None
         kind = type(result) if told is None else told.kind
-        return getattr(torch.return_types, f"{kind.__name__}_out", kind)(written)
+        return getattr(torch.return_types, f"{kind.__name__}_out", kind)(several)
 
     return run
 
 
-def _flag_after(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool | None:
+def _flag_after(func: Callable[..., object], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool | None:
     """What ``out.requires_grad`` becomes where a call of numbers alone writes into `out`: most such calls set it, as
     zeros(3, out=out) sets it to False, and some refuse an `out` that has it. None if it stays."""
     (given,) = (out for out in kwargs.values() if isinstance(out, Wrapper))
@@ -120,7 +120,9 @@ def _check(name: str, out: torch.Tensor, value: torch.Tensor) -> None:
         )
 
 
-def _write_all(name: str, outs: Sequence[Any], values: Sequence[Any], told: Told | None) -> list[Any]:
+def _write_all(
+    name: str, outs: Sequence[Wrapper], values: Sequence[torch.Tensor], told: Told | None
+) -> list[torch.Tensor]:
     """The outs, with the values written into them."""
     for out, value in zip(outs, values, strict=True):
         _check(name, out, value)
@@ -132,12 +134,12 @@ def _write_all(name: str, outs: Sequence[Any], values: Sequence[Any], told: Told
     return [_write(name, *each) for each in zip(outs, values, strides, strict=True)]
 
 
-def _write(name: str, out: Any, value: Any, stride: tuple[int, ...] | None) -> Any:
+def _write(name: str, out: Wrapper, value: torch.Tensor, stride: tuple[int, ...] | None) -> torch.Tensor:
     """`out`, with the value written into it; if it must be resized, with these strides where they are known."""
     return out.copy_(value) if out.shape == value.shape else _resized(name, out, value, stride)
 
 
-def _resized(name: str, out: Any, value: Any, strides: tuple[int, ...] | None) -> Any:
+def _resized(name: str, out: Wrapper, value: torch.Tensor, strides: tuple[int, ...] | None) -> torch.Tensor:
     """`out` of another shape, resized to the result's as torch does; with torch's warning where elements are lost."""
     shape, stride = tuple(out.shape), out._layout.stride
     if stride != dense_stride(shape, stride) or (out.numel() and (storage_id_of(out) in COPIES or is_part(out))):
@@ -160,14 +162,14 @@ def _resized(name: str, out: Any, value: Any, strides: tuple[int, ...] | None) -
     return out
 
 
-def _overloads(name: str, with_out: bool) -> list[Any]:
+def _overloads(name: str, with_out: bool) -> list[OpOverload]:
     """The overloads of an op that write their results into tensors they are given, or those that return them."""
     packet = getattr(torch.ops.aten, name, None)
     forms = [] if packet is None else [getattr(packet, overload) for overload in packet.overloads()]
     return [form for form in forms if any(a.is_out for a in schema_of(form).arguments) == with_out]
 
 
-def _without_out(func: Any) -> Any:
+def _without_out(func: Callable[..., object]) -> OpOverload | None:
     """The overload that takes the same arguments and returns what `func` writes into the outs; None without one."""
     found = _overloads(op_name(func), with_out=False)
     alike = [f for less in ((), _OF_FACTORIES) for f in found if _arguments(f, less) == _arguments(func, less)]
@@ -180,7 +182,7 @@ def _arguments(func: object, without: Sequence[str]) -> list[tuple[str, str]]:
     return [(a.name, str(a.type)) for a in arguments if not a.is_out and a.name not in without]
 
 
-def _is_typed_by_out(form: object) -> bool:
+def _is_typed_by_out(form: OpOverload) -> bool:
     """Whether the result has the dtype of `out` unless the call names one: zeros(3, out=out)."""
     names = [[a.name for a in schema_of(f).arguments] for f in (form, _without_out(form)) if f is not None]
     return len(names) == 2 and "dtype" not in names[0] and "dtype" in names[1]

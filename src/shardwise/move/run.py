@@ -17,7 +17,7 @@ from shardwise.comm.record import Note, Recorder, for_backward, of_thread, recor
 from shardwise.layout import Layout
 from shardwise.move.limit import current_cap
 from shardwise.move.planner import plan_steps
-from shardwise.move.steps import AllReduce, Begun, GatherParts, MeshStep, Spread, Step
+from shardwise.move.steps import AllReduce, Begun, GatherParts, MeshStep, Spread, Step, Steps
 from shardwise.protocols import Ctx, Holder, Structure, Tensors, VmapInfo
 from shardwise.torch_private.autograd import is_transforming
 from shardwise.torch_private.tensors import in_memory, storage_id
@@ -253,16 +253,23 @@ def move(local: Value, src: Layout, dst: Layout, note: Note, spread: tuple[int, 
     return run_move(local, src.mesh.comm, plan_steps(src, dst, spread, current_cap()), note)
 
 
-def start_move(local: Value, src: Layout, dst: Layout, note: Note, *, owned: bool = False) -> Begun:
+def start_move(
+    local: Value, src: Layout, dst: Layout, note: Note, *, owned: bool = False, via: Layout | None = None
+) -> Begun:
     """Begin a move without waiting for it. Returns the local value that it fills, and the function that waits for it.
     The move is done at once where all ranks are in this process, or where the gradient of a reduction must be computed.
-    An `owned` source is used by nothing else, so it may be reduced in place."""
-    comm, steps = src.mesh.comm, plan_steps(src, dst, memory=current_cap())
+    An `owned` source is used by nothing else, so it may be reduced in place. With `via`, it goes by that layout."""
+    comm, cap = src.mesh.comm, current_cap()
+    steps = plan_steps(src, dst, memory=cap) if via is None else _by_way_of(via, src, dst, cap)
     is_plain = all(step.is_plain for step in steps)
     if comm.simulated or not is_plain or is_transforming() or (tapes and tape_here() is not None):
         return run_move(local, comm, steps, note), is_done
     started = Started(owned)
     return run_steps(comm, steps, local, note, run=started), started.finish
+
+
+def _by_way_of(via: Layout, src: Layout, dst: Layout, cap: int | None) -> Steps:
+    return plan_steps(src, via, memory=cap) + plan_steps(via, dst, memory=cap)
 
 
 def run_move(local: Value, comm: Comm, steps: tuple[MeshStep, ...], note: Note) -> Value:

@@ -50,6 +50,11 @@ class GradBucket:
         summed = data.placements(REPLICATE, Shard(0) if self.cut else REPLICATE)
         self.unreduced = Layout.make(data.mesh, [Partial()] * len(summed), shape, self.dtype, None, self.device)
         self.reduced = self.unreduced.replace(placements=summed)
+        # With copies along a first axis: summed among the ranks that have parts, then each part over its copies, which
+        # moves the fewest bytes and keeps the larger exchange where parts are, on the faster axis.
+        self.via: Layout | None = None
+        if self.cut and len(summed) > 1:
+            self.via = self.unreduced.replace(placements=data.placements(Partial(), Shard(0)))
         self.places: dict[int, list[tuple[int, int]]] = {}  # by id of a leaf: ranks, and the number of its parameter
         for i, p in enumerate(parameters):
             for r, leaf in enumerate(p.leaves):
@@ -200,7 +205,7 @@ class GradBucket:
         if self.cut and self.reduces_by is not None:
             self._reducing = reduce_by(self.reduces_by, value, self.data, self.unreduced, self.reduced, note)
         else:
-            self._reducing = start_move(value, self.unreduced, self.reduced, note, owned=True)
+            self._reducing = start_move(value, self.unreduced, self.reduced, note, owned=True, via=self.via)
 
     def give_up(self, active: bool) -> None:
         """Drop what has come in a pass that failed, wherever it failed. Gradients that were not to be reduced in it
