@@ -22,6 +22,7 @@ PAGE = ROOT.parents[1] / "docs" / "architecture.md"
 NOT_OURS = {
     "_replace",
     "param_groups",  # of torch's optimizers
+    "tags",  # of torch's operators
     "propagate",  # of Python's loggers
     "__get__",
     "save_for_backward",

@@ -82,8 +82,17 @@ def _say_base_requires_grad(copy: Wrapper) -> None:
     comm, local = copy._layout.mesh.comm, copy._local
     if torch.is_inference_mode_enabled() or not (copy.dtype.is_floating_point or copy.dtype.is_complex):
         return
-    bases = [value.detach().requires_grad_() for value in comm.values(local)]
-    copy._local = comm.rebuild(local, [base.view_as(base) for base in bases])
+    copy._local = comm.rebuild(local, [_as_view_of_leaf(value) for value in comm.values(local)])
+
+
+def _as_view_of_leaf(value: torch.Tensor) -> torch.Tensor:
+    """The same elements as a view of a leaf. Windows that overlap stay views of the memory that they are windows of."""
+    base = value._base
+    if base is None or base.dtype != value.dtype:  # as_strided cannot make view_as_real(base) from base
+        leaf = value.detach().requires_grad_()
+        return leaf.view_as(leaf)
+    leaf = base.detach().requires_grad_()
+    return leaf.as_strided(value.shape, value.stride(), value.storage_offset())
 
 
 def note_view(base: Wrapper, view: Wrapper) -> None:
