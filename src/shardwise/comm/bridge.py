@@ -175,7 +175,7 @@ class _Constant(torch.autograd.Function):
     def forward(ctx: Ctx, missing: str, value: torch.Tensor, *sources: torch.Tensor) -> torch.Tensor:
         ctx.missing = missing
         ctx.kinds = [(s.shape, s.dtype, s.device) if s.requires_grad else None for s in sources]
-        return value.view_as(value)
+        return value.detach()
 
     @staticmethod
     def backward(ctx: Ctx, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -197,7 +197,7 @@ class _Beside(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Ctx, value: torch.Tensor, *sources: torch.Tensor) -> torch.Tensor:
         ctx.number = len(sources)
-        return value.view_as(value)
+        return value.detach()
 
     @staticmethod
     def backward(ctx: Ctx, grad: torch.Tensor) -> tuple[None, ...]:

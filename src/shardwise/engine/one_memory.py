@@ -252,7 +252,17 @@ def _write(tensor: torch.Tensor, value: torch.Tensor) -> None:
 
 def _put(tensor: Wrapper, room: torch.Tensor) -> torch.Tensor:
     empty = torch.empty(0, dtype=tensor.dtype, device=room.device)
-    return empty.set_(room.untyped_storage(), tensor._offset, tensor._layout.shape, tensor._layout.stride)
+    stored = empty.set_(room.untyped_storage(), tensor._offset, tensor._layout.shape, tensor._layout.stride)
+    conjugate, negative = lazy_bits(tensor)
+    stored = stored.conj() if conjugate else stored
+    return torch.ops.aten._neg_view(stored) if negative else stored
+
+
+def lazy_bits(tensor: Wrapper) -> tuple[bool, bool]:
+    """Whether the memory has the conjugates, and the negatives, of the tensor's elements: torch's kernels that do not
+    know such tensors copy them first."""
+    first = tensor._layout.mesh.comm.first(tensor._local)
+    return first.is_conj(), first.is_neg()
 
 
 def _end(tensor: Wrapper) -> int:

@@ -21,6 +21,7 @@ from shardwise.engine.one_memory import (
     Lying,
     as_in_one_memory,
     called_on_clones,
+    lazy_bits,
     may_read_what_it_writes,
     reads_what_it_writes,
 )
@@ -59,7 +60,9 @@ def minding_overlap(func: Callable[..., object], call: CallShape, plan: Plan) ->
             return None
         numbers: dict[Hashable, int] = {}  # which tensors are one, and which share memory
         number = lambda value: numbers.setdefault(value, len(numbers))  # noqa: E731
-        key = tuple((number(m), t._offset, number(id(t))) for m, t in zip(memory, tensors, strict=True))
+        key = tuple(
+            (number(m), t._offset, number(id(t)), lazy_bits(t)) for m, t in zip(memory, tensors, strict=True)
+        )
         if key not in known:
             known[key] = _meeting(func, args, kwargs)
         return known[key]

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch.autograd.graph import Node, saved_tensors_hooks
+from torch.autograd.graph import Node, increment_version, saved_tensors_hooks
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 from shardwise.engine.aliasing import COPIES
@@ -42,6 +42,7 @@ class Kept(NamedTuple):
     results: tuple[int, ...] = ()
     nothing: bool = False  # whether it is known to keep no tensor at all, neither one of these nor another
     renewed: frozenset[int] = frozenset()  # operands that the call also writes, which its gradient does not read
+    unnoticed: frozenset[int] = frozenset()  # operands of which it keeps aliases that do not notice writes
 
 
 class watched:
@@ -90,7 +91,9 @@ class watched:
         if not kept.operands and not kept.results:
             return
         results = [out for out in tree_flatten(result)[0] if isinstance(out, Wrapper)]
-        seen = [operands[i] for i in kept.operands] + [results[i] for i in kept.results if i < len(results)]
+        as_torch = lambda i: i in kept.unnoticed and self.moved is not None and i not in self.moved  # noqa: E731
+        seen = [operands[i] for i in kept.operands if not as_torch(i)]
+        seen += [results[i] for i in kept.results if i < len(results)]
         check = Check(self.name, seen)
         given = {storage_id(_local(tensor)) for tensor in operands}
         for node in {node for out in results for node in _nodes_of(_local(out), given)}:
@@ -250,14 +253,25 @@ def _kept_with(
         given, inputs = {storage_id(x) for x in operands}, {x.grad_fn for x in operands}
         args, kwargs = tree_map_only(_Operand, lambda operand: operands[operand.index], arguments)
         outs = [out for out in tree_flatten(func(*args, **kwargs))[0] if isinstance(out, torch.Tensor)]
-    saved = set(map(storage_id, _saved_by(outs, inputs)))
+    found = list(_saved_by(outs, inputs))
+    saved, unnoticed = set(map(storage_id, found)), _unnoticed(operands, found)
     if any(type(out.grad_fn).__name__ == _SAYS_NOTHING for out in outs):
         saved.update(packed)
     of = lambda tensors: tuple(i for i, x in enumerate(tensors) if storage_id(x) in saved)  # noqa: E731
     results = tuple(i for i in of(outs) if storage_id(outs[i]) not in given)
     besides = {storage_id(x) for _, x in written(func, args, kwargs) if x is not args[0]} if args else set()
     renewed = frozenset(i for i, x in enumerate(operands) if storage_id(x) in besides)
-    return Kept(of(operands), results, not packed and not saved, renewed)
+    return Kept(of(operands), results, not packed and not saved, renewed, unnoticed)
+
+
+def _unnoticed(operands: Sequence[torch.Tensor], saved: Sequence[torch.Tensor]) -> frozenset[int]:
+    """The operands of which aliases were saved that do not notice writes, such as those by _unsafe_view in kron."""
+    versions = [x._version for x in saved]
+    for operand in operands:
+        increment_version(operand)
+    noticed = {storage_id(x) for x, version in zip(saved, versions, strict=True) if x._version != version}
+    kept = {storage_id(x) for x in saved}
+    return frozenset(i for i, x in enumerate(operands) if storage_id(x) in kept - noticed)
 
 
 def _saved_by(outs: Sequence[torch.Tensor], inputs: set[Node | None]) -> Iterator[torch.Tensor]:

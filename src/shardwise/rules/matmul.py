@@ -21,10 +21,16 @@ line("dot vdot", "k, k -> ", linear="each")
 line("outer ger", "m, n -> m n", linear="each")
 
 
-@program("kron")
-def kron(x: Tensor, y: Tensor) -> Tensor:
-    """By views, so that a write to an operand before the backward pass raises there: torch's own kron does not see it,
-    and takes the new values, which no longer are where x and y have been moved to."""
+@rule("kron")
+def kron(x: Operand, y: Operand) -> Gathered | Algorithm:
+    """After a write to an operand, the backward pass of torch's kron takes the new values and does not raise. A moved
+    operand no longer has them, so kron is then made of views, with which a write raises in the backward pass."""
+    if all(op.layout.is_plain for op in (x, y)):
+        return Gathered("compute it on every rank, which has the operands as a whole")
+    return Algorithm(_kron_of_views)
+
+
+def _kron_of_views(x: Tensor, y: Tensor) -> Tensor:
     dims = max(x.dim(), y.dim())
     x, y = (t.reshape((1,) * (dims - t.dim()) + tuple(t.shape)) for t in (x, y))
     left = x.reshape([n for size in x.shape for n in (size, 1)])

@@ -66,8 +66,8 @@ def run_local(
         func = _imitating(func, operands, [*layouts, *wanted], value_at)
     result = mesh.comm.bind(func, split)(*values)
     if isinstance(outputs, Layout):
-        return _wrapped(result, outputs)
-    return tuple(_wrapped(local, layout) for local, layout in zip(result, wanted, strict=True))
+        return _wrapped(result, outputs, split)
+    return tuple(_wrapped(local, layout, split) for local, layout in zip(result, wanted, strict=True))
 
 
 def _imitating(
@@ -95,11 +95,14 @@ def _shape_at(operand: torch.Tensor | Windowed, coords: Coords) -> tuple[int, ..
     return tuple(count(operand.needs[d](coords)) if d in operand.needs else n for d, n in enumerate(held))
 
 
-def _wrapped(local: torch.Tensor, layout: Layout) -> Tensor:
-    """A result with its layout. Under autocast the local result knows the dtype."""
+def _wrapped(local: torch.Tensor, layout: Layout, split: tuple[int, ...]) -> Tensor:
+    """A result with its layout. Under autocast the local result knows the dtype. Replicas that were computed along the
+    axes `split` become one: as two tensors, each would send a gradient to the other operand of the next call."""
+    comm = layout.mesh.comm
     if is_any_autocast_enabled():
-        layout = layout.replace(dtype=layout.mesh.comm.first(local).dtype)
-    return wrap(local, layout)
+        layout = layout.replace(dtype=comm.first(local).dtype)
+    replicas = [axis for axis in split if layout.placements[axis].is_replicate()]
+    return wrap(share(comm, local, replicas) if replicas else local, layout)
 
 
 def _local(operand: Any, split: tuple[int, ...]) -> Any:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import itertools
 import re
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,7 @@ from shardwise.testing.fuzz.setting import Words, on_mesh, plain_torch
 from shardwise.testing.spread import is_float
 from shardwise.testing.trial import TOLERANCE, differ_in_recording
 from shardwise.torch_private.autograd import enable_saved_hooks
+from shardwise.torch_private.tensors import DispatchMode
 
 RIGHT = "right"
 WRONG = "wrong"  # another value, gradient, shape, dtype, stride or requires_grad, in silence
@@ -119,6 +120,10 @@ def judge(program: Program, mesh: MeshArgument | None = None, strides: bool = Tr
         return Verdict(RIGHT)
     if found.kind == WRONG and any(told(_inexact(program, ours, plain, found.name, device))):
         return Verdict(INEXACT, found.message, found.name)
+    if found.kind == WRONG:
+        inner = _least_exact_inside(program, device)
+        if not _first(told(_first_difference(ours, plain, program, strides, inner))):
+            return Verdict(INEXACT, found.message, found.name)
     reason = _first(told(_torchs_own(program, ours, found, strides, device)))
     return Verdict(TORCHS, reason, found.name) if reason else found
 
@@ -180,8 +185,29 @@ def _kind_of(error: Exception) -> type[BaseException]:
     return next(kind for kind in type(error).__mro__ if kind.__module__ == "builtins")
 
 
-def _first_difference(ours: Played, plain: Played, program: Program, strides: bool) -> Verdict | None:
-    least_exact = max((TOLERANCE.get(x.dtype, 0.0) for x in _tensors(plain.variables.values())), default=0.0)
+class _DtypesInside(DispatchMode):
+    """Notes how exact the dtypes are that are computed with, also between the variables: ``x.float().sum() * y``."""
+
+    least_exact = 0.0
+
+    def __torch_dispatch__(self, func: Callable[..., object], types: Any, args: Any = (), kwargs: Any = None) -> object:
+        result = func(*args, **(kwargs or {}))
+        made = _tensors(result if isinstance(result, (tuple, list)) else [result])
+        self.least_exact = max(self.least_exact, *(TOLERANCE.get(x.dtype, 0.0) for x in made), 0.0)
+        return result
+
+
+def _least_exact_inside(program: Program, device: str) -> float:
+    with _DtypesInside() as inside:
+        play(program, plain_torch(device=device))
+    return inside.least_exact
+
+
+def _first_difference(
+    ours: Played, plain: Played, program: Program, strides: bool, inside: float = 0.0
+) -> Verdict | None:
+    least_exact = max((TOLERANCE.get(x.dtype, 0.0) for x in _tensors(plain.variables.values())), default=inside)
+    least_exact = max(least_exact, inside)
     gradients, differences = _gradients(program), []
     shared = _share_gradients(plain.variables.values())
     for name, want in plain.variables.items():
@@ -335,7 +361,8 @@ def _follows(program: Program, ours: Played, plain: Played, name: str, least_exa
     """Whether plain torch's statement gives our result for our own operands, which differ in their last bits: a number
     that is zero but for rounding, and then compared with zero."""
     made = [line for line in program.lines if name in names_made(line)]
-    if any(map(_MAY_WRITE.search, program.lines)):  # to the result, or to what shares memory with it
+    since = program.lines[program.lines.index(made[-1]) :] if made else ()
+    if any(map(_MAY_WRITE.search, since)):  # to the operands, the result, or to what shares memory with them
         return False
     used = {word: ours.variables[word] for word in names_used(made[-1]) if word in ours.variables}
     if len(made) != 1 or not used or not all(isinstance(value, DTensor) for value in used.values()):
