@@ -113,8 +113,7 @@ def by_groups(x: Tensor, weight: Tensor, bias: Tensor, N: int, C: int, HxW: int,
 
 
 class _WithStatistics(torch.autograd.Function):
-    """Values pass. Of the gradients, as in torch's kernel, those of the statistics count only if there are both, and
-    one of the normalised tensor."""
+    """Values pass. Of the gradients, as in torch's kernel, those of the statistics count only if there are both."""
 
     generate_vmap_rule = True
 
@@ -128,7 +127,8 @@ class _WithStatistics(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Ctx, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        return (grads[0], None, None) if any(grad is None for grad in grads) else grads
+        both = grads[1] is not None and grads[2] is not None
+        return grads if both else (grads[0], None, None)
 
     @staticmethod
     def jvp(ctx: Ctx, *tangents: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -43,6 +43,8 @@ _LAST_BITS = {torch.float64: 1e-13, torch.float32: 1e-6, torch.bfloat16: 1e-2, t
 
 # a statement that may write into memory
 _MAY_WRITE = re.compile(r"\w_\(|out=|\][^=]?=[^=]|[-+*/]=|\.data\b|in-?place|InPlace")
+# a statement that makes an input; its arguments may name a form of an op that writes
+_IS_INPUT = re.compile(r"^\w+ = (tensor|given)\(")
 
 
 @dataclass(frozen=True)
@@ -362,7 +364,8 @@ def _follows(program: Program, ours: Played, plain: Played, name: str, least_exa
     that is zero but for rounding, and then compared with zero."""
     made = [line for line in program.lines if name in names_made(line)]
     since = program.lines[program.lines.index(made[-1]) :] if made else ()
-    if any(map(_MAY_WRITE.search, since)):  # to the operands, the result, or to what shares memory with them
+    calls = (line for line in since if not _IS_INPUT.search(line))
+    if any(map(_MAY_WRITE.search, calls)):  # to the operands, the result, or to what shares memory with them
         return False
     used = {word: ours.variables[word] for word in names_used(made[-1]) if word in ours.variables}
     if len(made) != 1 or not used or not all(isinstance(value, DTensor) for value in used.values()):
