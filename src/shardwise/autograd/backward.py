@@ -75,7 +75,15 @@ def grad(
     taken = [[next(parts) for _ in group] for group in groups]
     if create_graph:
         taken = list(map(_recorded_alike, groups, taken))
+    elif not any(seed is not None and seed.requires_grad for seed in seeds):
+        taken = list(map(_without_graphs, taken))
     return tuple(_gathered_up(*one, size) for one in zip(inputs, groups, taken, strict=True))
+
+
+def _without_graphs(grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+    """The gradients, none of which is recorded: the gradient of cummax of nothing is the operand itself, also on a rank
+    without elements, which would then be the only rank to record what is done with it."""
+    return [grad if grad is None or not grad.requires_grad else grad.detach() for grad in grads]
 
 
 def _recorded_alike(values: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:

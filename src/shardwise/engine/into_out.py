@@ -20,6 +20,7 @@ from shardwise.errors import RuleError
 from shardwise.layout.shapes import dense_stride
 from shardwise.rules.as_strided import is_part
 from shardwise.strategy.memory import meta_like
+from shardwise.strategy.program import reduced
 from shardwise.torch_private.tensors import OpOverload, schema_of
 from shardwise.wrapper import Wrapper, rebind, restride, storage_id_of
 
@@ -156,6 +157,8 @@ def _resized(name: str, out: Wrapper, value: torch.Tensor, strides: tuple[int, .
         )
     if not isinstance(value, Wrapper) or (out.numel() and not out.requires_grad):  # views of its elements may exist
         return out.resize_(value.shape).copy_(value)
+    if out.requires_grad:  # no gradient would say which part a factor or an extreme gets
+        value = reduced(value)
     rebind(out, value.to(out.dtype, copy=True).requires_grad_(out.requires_grad))
     if strides is not None:
         restride(out, strides)

@@ -126,7 +126,7 @@ def resize(x: Tensor, *size: object, **kwargs: object) -> Tensor:
     if room <= x.numel():  # in the memory that it has, which others may share
         return x.as_strided_(wanted, contiguous_stride(wanted))
     flat = in_memory_order(x).reshape(-1)
-    return rebind(x, F.pad(flat, (0, room - flat.numel())).reshape(wanted))
+    return rebind(x, F.pad(flat, (0, room - flat.numel())).reshape(wanted).detach())  # no view, which cannot be written
 
 
 def is_part(x: Tensor) -> bool:

@@ -31,6 +31,8 @@ def prod(x: Operand, dim: Named = None, keepdim: bool = False, *, dtype: torch.d
     dims = reduced_dims(dim, x.ndim)
     if not any(map(x.layout.is_cut, dims)):
         return factors("*d -> *d-dim", [x], dim=dims, keepdim=keepdim, reduce="product")
+    if 0 in [x.shape[d] for d in dims]:  # a product of nothing has no factors, and nothing moves
+        return factors("*d!dim -> *d-dim", [x], dim=dims, keepdim=keepdim)
     kind = dtype or (x.dtype if x.dtype.is_floating_point or x.dtype.is_complex else torch.int64)
 
     def of_part(v: torch.Tensor) -> torch.Tensor:

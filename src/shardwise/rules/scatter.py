@@ -16,7 +16,9 @@ from shardwise.rules.index import Indexed, clamped, unravelled, without_masks
 from shardwise.strategy import Algorithm, Answer, Factors, Operand, Tensor, factors, needs_grad
 from shardwise.strategy.indices import is_mask
 from shardwise.strategy.lookup import Written, located, located_all, places_of_mine
+from shardwise.strategy.memory import copied_stride
 from shardwise.strategy.registry import program, rule
+from shardwise.wrapper import restride
 
 
 def linear_in(source: int, adds: bool) -> dict[str, Any]:
@@ -102,7 +104,7 @@ def index_put(x: Operand, indices: Any, values: Operand, accumulate: bool = Fals
     if any(is_mask(i) and i.shape != x.shape[d : d + i.ndim] for d, i in zip(starts, indices, strict=True)):
         raise IndexError(f"index_put: a mask among the indices has not the shape of its dims of x, {tuple(x.shape)}")
     if any(map(is_mask, indices)):
-        return Algorithm(_put_by_masks)
+        return Algorithm(_put_by_masks, knows_memory=True)
     at = Indexed(x, indices)
     wholly = () if accumulate else at.looked  # the order of writes to one place matters, that of sums does not
     into = ((None,) * values.ndim + at.result)[-values.ndim :] if values.ndim else ()
@@ -128,7 +130,13 @@ def index_put(x: Operand, indices: Any, values: Operand, accumulate: bool = Fals
 
 
 def _put_by_masks(x: Any, indices: Sequence[Any], values: Any, accumulate: bool = False, unsafe: bool = False) -> Any:
-    """One value goes wherever the mask is true; of many, each to its place."""
+    """One value goes wherever the mask is true; of many, each to its place. The result is stored as a clone of x is."""
+    made = _put_places(x, indices, values, accumulate)
+    restride(made, copied_stride(x.shape, x._layout.stride))
+    return made
+
+
+def _put_places(x: Any, indices: Sequence[Any], values: Any, accumulate: bool) -> Any:
     at = [d for d, i in enumerate(indices) if i is not None]
     if len(at) == 1 and values.numel() == 1 and not accumulate:
         mask = indices[at[0]].bool()

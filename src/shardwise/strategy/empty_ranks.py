@@ -74,7 +74,8 @@ def of_one_each(
             return func(*args, **kwargs)
         ones = iter([{d: 1 for d, f in enumerate(factors) if f in empty} for factors in inputs])
         parts = iter([tuple(slice(0) if f in empty else slice(None) for f in factors) for factors in outputs])
-        args, kwargs = tree_map_only(torch.Tensor, lambda x: never_empty(x, next(ones)), (args, kwargs))
+        filled = never_empty if any(empty.isdisjoint(factors) for factors in outputs) else _filled_beside
+        args, kwargs = tree_map_only(torch.Tensor, lambda x: filled(x, next(ones)), (args, kwargs))
         return tree_map_only(torch.Tensor, lambda out: out[next(parts)], func(*args, **kwargs))
 
     return call
@@ -89,6 +90,13 @@ def never_empty(x: torch.Tensor, sizes: Mapping[int, int]) -> torch.Tensor:
     if is_abstract(x) or not (x.is_floating_point() or x.is_complex()):
         return filled
     return filled + _numbers(_numel(shape), x.dtype, x.device).view(shape)
+
+
+def _filled_beside(x: torch.Tensor, sizes: Mapping[int, int]) -> torch.Tensor:
+    """`never_empty` where nothing of the results is kept: all gradients are zeros, also where the made-up elements have
+    no gradient, such as the square root of a negative number."""
+    filled = never_empty(x, sizes)
+    return also_of(filled.detach(), x) if x.requires_grad and not is_transforming() else filled
 
 
 def is_empty_here_alone(layouts: Sequence[Layout]) -> bool:

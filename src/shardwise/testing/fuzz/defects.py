@@ -2,7 +2,7 @@
 
 An entry says little on purpose. Of an op that gives something wrong, it says how to write the same by its definition:
 the program is run on plain torch once more with that, and what we gave must then be right. Of an op that raises where
-it should not, it says torch's words.
+it should not, it says torch's words, and of one that gives no second derivative, that it gives None.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ class Defect:
     op: str = ""  # a pattern of what a statement calls
     instead: str = ""  # the same by its definition
     says: str = ""  # a pattern of the error that torch raises
+    gives: str = ""  # a pattern of how what torch gives differs
 
     @property
     def is_here(self) -> bool:
@@ -71,6 +72,14 @@ DEFECTS = (
         "2.13.99",
         op=r"linear_cross_entropy \[chunked",
         says=r"functions with out=... arguments don't support automatic differentiation",
+        gives=r"a tensor instead of None",
+    ),
+    Defect(
+        "a second backward pass through sgn adds to zeros that have no memory",
+        "2.11.0",
+        "2.14.99",
+        op=r"\bsgn\b",
+        says=r"ZeroTensors are immutable",
     ),
     Defect(
         "atanh_ has no derivative, although atanh has",

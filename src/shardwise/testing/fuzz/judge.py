@@ -154,7 +154,8 @@ def _torchs_own(program: Program, ours: Played, found: Verdict, strides: bool, d
     explained = []
     for defect in defects(program):
         if defect.says:
-            if found.kind == NO_ERROR and re.search(defect.says, found.message):
+            words = {NO_ERROR: defect.says, WRONG: defect.gives}.get(found.kind, "")
+            if words and re.search(words, found.message):
                 explained.append(defect.reason)
             continue
         mended = defect.mended(program)
