@@ -380,7 +380,7 @@ def _follows(program: Program, ours: Played, plain: Played, name: str, least_exa
     numbers = DTensor.full_tensor(got.detach())  # type: ignore[arg-type]
     with plain_torch(device=device) as words, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        space = words | {word: DTensor.full_tensor(x.detach()) for word, x in used.items()}  # type: ignore[attr-defined]
+        space = words | {word: _stored_as(plain.variables[word], x) for word, x in used.items()}
         try:
             exec(compile(made[0], "<line>", "exec"), space)
         except Exception:
@@ -391,6 +391,14 @@ def _follows(program: Program, ours: Played, plain: Played, name: str, least_exa
     facts_agree = (got.dtype, got.requires_grad) == (other.dtype, other.requires_grad)
     differ = bool(_different_numbers(numbers, other.detach(), least_exact))  # else it is strides that do
     return facts_agree and differ and not _different_numbers(numbers, want.detach(), least_exact)
+
+
+def _stored_as(plain: object, ours: object) -> torch.Tensor:
+    """The whole of our tensor with the strides of plain torch's: kernels may go through it in that order."""
+    whole = DTensor.full_tensor(ours.detach())  # type: ignore[attr-defined]
+    if not isinstance(plain, torch.Tensor) or plain.shape != whole.shape:
+        return whole
+    return torch.empty_strided(whole.shape, plain.stride(), dtype=whole.dtype, device=whole.device).copy_(whole)
 
 
 def _other_zeros(got: object, want: object) -> bool:
