@@ -87,12 +87,14 @@ class Conv:
             *bias, (shape, edges) = rest
             x = padded(x, {d: (low, high) for d, low, high, _ in edges})
             added = bias[0].view(-1, *[1] * spatial) if bias else 0
-            if 0 in shape or not x.numel():  # torch takes no empty channels: a sum of no products
-                nothing = zeros_of([(shape, x.dtype)], [x, weight, *bias], seen=2, bilinear=True)[0]
-                return nothing if 0 in shape else nothing + added
-            groups = max(self.groups * x.shape[-spatial - 1] // channels, 1)
             cut = [d - x.dim() + spatial for d, *_ in edges]
-            if not self.transposed or not cut:
+            at_once = not self.transposed or not cut  # else the bias is added later
+            if 0 in shape or not x.numel():  # torch takes no empty channels: a sum of no products
+                operands = [x, weight, *bias] if at_once else [x, weight]
+                nothing = zeros_of([(shape, x.dtype)], operands, seen=2, bilinear=True)[0]
+                return nothing if 0 in shape and at_once else nothing + added
+            groups = max(self.groups * x.shape[-spatial - 1] // channels, 1)
+            if at_once:
                 return self.call([x, weight, *bias], groups, cut)
             out = self.call([x, weight], groups, cut)
             return padded(out, {d: (-at, at + shape[d] - out.shape[d]) for d, _, _, at in edges}) + added

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -112,8 +112,8 @@ def judge(program: Program, mesh: MeshArgument | None = None, strides: bool = Tr
     ends = told(f"line {ours.line + 1}: {type(ours.error).__name__}" if ours.error else "the end")
     if len(set(ends)) > 1:
         return Verdict(WRONG, f"the ranks do not end alike: {', '.join(ends)}")
-    counts = told({clock.name: clock.count for clock in clocks.values()})  # else the next program would wait for ever
-    if any(count != counts[0] for count in counts):
+    counts = told({(clock.name, ranks): clock.count for (_, ranks), clock in clocks.items()})
+    if not _in_step(counts):  # the next program would wait for ever
         return Verdict(WRONG, f"{OUT_OF_STEP}: {counts}")
     # Kernels of GPUs do not give the same each time, so that one rank may find a difference and another none. All ranks
     # compare everything, which communicates, and agree afterwards.
@@ -128,6 +128,12 @@ def judge(program: Program, mesh: MeshArgument | None = None, strides: bool = Tr
             return Verdict(INEXACT, found.message, found.name)
     reason = _first(told(_torchs_own(program, ours, found, strides, device)))
     return Verdict(TORCHS, reason, found.name) if reason else found
+
+
+def _in_step(counts: Sequence[dict[tuple[str, tuple[int, ...]], int]]) -> bool:
+    """Whether the ranks of each group have counted as many collectives in it. `counts` has what each rank counted."""
+    groups = {group for counted in counts for group in counted}
+    return all(len({counts[rank].get((name, ranks), 0) for rank in ranks}) < 2 for name, ranks in groups)
 
 
 T = TypeVar("T")
@@ -153,9 +159,11 @@ def _torchs_own(program: Program, ours: Played, found: Verdict, strides: bool, d
     """The defect of torch that explains what was found; empty if none does."""
     explained = []
     for defect in defects(program):
-        if defect.says:
+        if not defect.instead:
             words = {NO_ERROR: defect.says, WRONG: defect.gives}.get(found.kind, "")
-            if words and re.search(words, found.message):
+            made = [line for line in program.lines if found.name in names_made(line)]
+            of_op = found.name in ("", *_gradients(program)) or any(re.search(defect.op, line) for line in made)
+            if words and of_op and re.search(words, found.message):
                 explained.append(defect.reason)
             continue
         mended = defect.mended(program)
