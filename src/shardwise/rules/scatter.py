@@ -129,14 +129,16 @@ def index_put(x: Operand, indices: Any, values: Operand, accumulate: bool = Fals
     return Written(inputs, [at.names], **linear_in(len(inputs) - 1, accumulate), dims=at.dims, write=write)
 
 
-def _put_by_masks(x: Any, indices: Sequence[Any], values: Any, accumulate: bool = False, unsafe: bool = False) -> Any:
+def _put_by_masks(
+    x: Tensor, indices: Sequence[Any], values: Tensor, accumulate: bool = False, unsafe: bool = False
+) -> Tensor:
     """One value goes wherever the mask is true; of many, each to its place. The result is stored as a clone of x is."""
     made = _put_places(x, indices, values, accumulate)
     restride(made, copied_stride(x.shape, x._layout.stride))
     return made
 
 
-def _put_places(x: Any, indices: Sequence[Any], values: Any, accumulate: bool) -> Any:
+def _put_places(x: Tensor, indices: Sequence[Any], values: Tensor, accumulate: bool) -> Tensor:
     at = [d for d, i in enumerate(indices) if i is not None]
     if len(at) == 1 and values.numel() == 1 and not accumulate:
         mask = indices[at[0]].bool()

@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -201,7 +201,13 @@ class _DtypesInside(DispatchMode):
 
     least_exact = 0.0
 
-    def __torch_dispatch__(self, func: Callable[..., object], types: Any, args: Any = (), kwargs: Any = None) -> object:
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., object],
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
         result = func(*args, **(kwargs or {}))
         made = _tensors(result if isinstance(result, (tuple, list)) else [result])
         self.least_exact = max(self.least_exact, *(TOLERANCE.get(x.dtype, 0.0) for x in made), 0.0)
