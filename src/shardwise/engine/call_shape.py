@@ -82,7 +82,9 @@ def _zeros_for(tensor: Wrapper) -> torch.Tensor:
     layout = tensor._layout
     zeros = torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype).zero_()
     if len(layout.shape) > 1 and (layout.dtype.is_floating_point or layout.dtype.is_complex):
-        zeros.diagonal(dim1=-2, dim2=-1).copy_(torch.ones(()))
+        memory = zeros.as_strided((zeros.untyped_storage().nbytes() // zeros.itemsize,), (1,))
+        places = torch.arange(len(memory)).as_strided(layout.shape, layout.stride)
+        memory[places.diagonal(dim1=-2, dim2=-1)] = 1  # each place once, which copy_ refuses for expanded tensors
     if not torch.is_grad_enabled() or not tensor.requires_grad:
         return zeros
     zeros.requires_grad_()

@@ -100,6 +100,8 @@ for _op in ("scatter", "scatter_add", "scatter_reduce"):
 # -- x[indices] = values -----------------------------------------------------------------------------------
 @rule("index_put _unsafe_index_put _index_put_impl")
 def index_put(x: Operand, indices: Any, values: Operand, accumulate: bool = False, unsafe: Any = False) -> Answer:
+    if len(indices) > x.ndim:  # also of masks without dims, of which x[...] takes any number
+        raise IndexError(f"too many indices for tensor of dimension {x.ndim} (got {len(indices)})")
     starts = [sum(i.ndim if is_mask(i) else 1 for i in indices[:n]) for n in range(len(indices))]
     if any(is_mask(i) and i.shape != x.shape[d : d + i.ndim] for d, i in zip(starts, indices, strict=True)):
         raise IndexError(f"index_put: a mask among the indices has not the shape of its dims of x, {tuple(x.shape)}")

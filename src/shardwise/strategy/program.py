@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 import torch
 import torch.nn.functional as F
 
-from shardwise.comm.base import Coords
+from shardwise.comm.base import Comm, Coords
 from shardwise.comm.bridge import beside, constant_of, share
 from shardwise.comm.outside import held_of
 from shardwise.comm.record import Note
@@ -21,6 +21,7 @@ from shardwise.move import plan_steps
 from shardwise.move.pack import take
 from shardwise.move.run import run_steps
 from shardwise.move.window import Needs, windows_of
+from shardwise.protocols import LocalValue
 from shardwise.strategy.empty_ranks import imitating, is_empty_here_alone, rank_to_imitate
 from shardwise.torch_private.autograd import is_recorded, is_transforming
 from shardwise.torch_private.tensors import is_any_autocast_enabled
@@ -102,7 +103,18 @@ def _wrapped(local: torch.Tensor, layout: Layout, split: tuple[int, ...]) -> Ten
     if is_any_autocast_enabled():
         layout = layout.replace(dtype=comm.first(local).dtype)
     replicas = [axis for axis in split if layout.placements[axis].is_replicate()]
-    return wrap(share(comm, local, replicas) if replicas else local, layout)
+    if replicas and comm.simulated:
+        local = _one_of_replicas(comm, local, replicas)
+    return wrap(local, layout)
+
+
+def _one_of_replicas(comm: Comm, local: LocalValue, axes: Sequence[int]) -> LocalValue:
+    if is_transforming():
+        return share(comm, local, axes)
+    if not any(value.requires_grad for value in comm.values(local)):
+        return comm.first_of_replicas(local, axes)
+    shared = share(comm, local, axes)  # views made by a Function, which cannot be written
+    return comm.rebuild(shared, [torch.ops.aten._unsafe_view(value, value.shape) for value in comm.values(shared)])
 
 
 def _local(operand: Any, split: tuple[int, ...]) -> Any:
