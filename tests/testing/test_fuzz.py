@@ -6,11 +6,13 @@ import os
 import pytest
 import torch
 
+from shardwise.comm.calls import Clock
+from shardwise.comm.messages import clocks
 from shardwise.testing.fuzz import Program, campaign, compose, judge, shrink
 from shardwise.testing.fuzz import defects as table
 from shardwise.testing.fuzz.campaign import simulated, try_seed
 from shardwise.testing.fuzz.defects import Defect
-from shardwise.testing.fuzz.judge import INEXACT, NO_ERROR, OTHER_ERROR, RAISED, RIGHT, TORCHS, WRONG
+from shardwise.testing.fuzz.judge import INEXACT, NO_ERROR, OTHER_ERROR, RAISED, RIGHT, TORCHS, WRONG, in_step
 
 
 def test_a_program_is_its_text():
@@ -32,6 +34,18 @@ def test_a_lost_write_is_not_inexact():
     """What a tensor was made of, before it was written, does not excuse it."""
     lines = ["x1 = tensor((3, 2), at=[Shard(0)])", "y1 = x1 * 2", "y1.mul_(1 if type(x1) is not torch.Tensor else 3)"]
     assert judge(Program((2,), tuple(lines))).kind == WRONG
+
+
+def test_clocks_of_earlier_process_groups_say_nothing_of_a_simulation(monkeypatch):
+    monkeypatch.setitem(clocks, ("0", (0, 1, 2, 3)), Clock("of four ranks"))
+    assert judge(Program.parse("# mesh (2,)\nx1 = tensor((3, 2), at=[Shard(0)])")).kind == RIGHT
+
+
+def test_ranks_in_step_count_the_collectives_of_each_group_alike():
+    rows, columns = ("0", (0, 1)), ("1", (0, 2))
+    assert in_step([{rows: 3, columns: 1}, {rows: 3}, {columns: 1}])
+    assert not in_step([{rows: 3, columns: 1}, {rows: 3}, {columns: 2}])
+    assert not in_step([{rows: 3}, {}])
 
 
 BROKEN = "# mesh (2,)\nx1 = tensor((3, 2), grad=True, at=[Shard(0)])\n"
