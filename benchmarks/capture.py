@@ -18,6 +18,7 @@ import os
 import sys
 import tempfile
 import time
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -190,6 +191,7 @@ def _seconds(call):
 
 
 # -- processes ------------------------------------------------------------------------------------------------------
+BATCHES = 1, 2  # sequences for each rank
 CUTS = {"qkv.0": 0, "qkv.1": 0, "qkv.2": 0, "project": 1, "up": 0, "down": 1}
 
 
@@ -211,14 +213,14 @@ def distributed(kind, mesh):
     return shardwise.distribute_module(model, mesh, cut), [shardwise.Replicate()]
 
 
-def rank_step(kind, how, mesh):
-    """A call that makes one step on this rank, and the model."""
+def rank_step(kind, how, mesh, batch=2):
+    """A call that makes one step on this rank, and the model. There are `batch` sequences for each rank of the mesh."""
     model, places = distributed(kind, mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
 
     step = training_step(model, optimizer)
     torch.manual_seed(1)
-    tokens = torch.randint(512, (2 * mesh.size(), 65), device=mesh.device_type)
+    tokens = torch.randint(512, (batch * mesh.size(), 65), device=mesh.device_type)
     batch = [shardwise.distribute_tensor(t.contiguous(), mesh, places) for t in _shifted(tokens)]
     if how == "compiled":
         step = torch.compile(step, fullgraph=True)
@@ -261,10 +263,10 @@ def rank_main(rank, world_size, store, options, queue):
 
 
 def time_ranks(rank, mesh, options, queue):
-    for kind in ("tensor parallel", "ZeRO 3"):
+    for kind, batch in product(("tensor parallel", "ZeRO 3"), BATCHES):
         calls = {}
         for how in ("eager", "captured", "captured, overlap", *(["compiled"] if options.compile else [])):
-            calls[how], _ = rank_step(kind, how, mesh)
+            calls[how], _ = rank_step(kind, how, mesh, batch)
             for _ in range(3):
                 calls[how]()
         best = dict.fromkeys(calls, float("inf"))
@@ -273,7 +275,7 @@ def time_ranks(rank, mesh, options, queue):
                 dist.barrier()
                 best[how] = min(best[how], _seconds(lambda call=call: [call() for _ in range(3)]) / 3)
         if rank == 0:
-            queue.put((kind, best))
+            queue.put((f"{kind}, batch {batch * mesh.size()} x 64", best))
 
 
 def on_processes(options):
@@ -288,9 +290,9 @@ def on_processes(options):
         )
         rows = {}
         with console.status("training"):
-            for _ in range(2):
-                kind, best = queue.get()
-                rows[kind] = best
+            for _ in range(2 if options.bits else 2 * len(BATCHES)):
+                name, best = queue.get()
+                rows[name] = best
             while not context.join():
                 pass
     if options.bits:
