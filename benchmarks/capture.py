@@ -4,7 +4,8 @@
     python benchmarks/capture.py --compile              compiled ones too (Inductor; some minutes)
     python benchmarks/capture.py --compile-time         how long compilers take for the GPT's step, caches empty
     python benchmarks/capture.py --shapes               1,000 steps over 8 shapes: how many captures, and are bits equal
-    python benchmarks/capture.py --processes 4          tensor parallel and ZeRO 3 on gloo processes, eager and captured
+    python benchmarks/capture.py --processes 4          tensor parallel, ZeRO 3 on gloo processes, eager and captured;
+                                                        tensor parallel also in plain torch, by hand
     python benchmarks/capture.py --processes 4 --bits 100     are losses, gradients and parameters of all ranks equal
     python benchmarks/capture.py --processes 4 --bits 10 --compile      the same for steps that Inductor compiled
 
@@ -25,7 +26,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch.nn.functional as F
-from _timing import comparison, warm
+from _timing import Missing, comparison, warm
+from by_hand import tensor_parallel
 from gpt_step import GPT
 from overhead import Block
 from rich.console import Console
@@ -230,6 +232,16 @@ def rank_step(kind, how, mesh, batch=2):
     return lambda: step(*batch), model
 
 
+def by_hand_step(mesh, batch):
+    """The step with tensor parallelism in plain torch, by hand."""
+    torch.manual_seed(0)
+    model = tensor_parallel(512, 64, 256, 4, 4)
+    step = training_step(model, torch.optim.AdamW(model.parameters(), lr=1e-4))
+    torch.manual_seed(1)
+    data = [t.contiguous() for t in _shifted(torch.randint(512, (batch * mesh.size(), 65)))]
+    return lambda: step(*data)
+
+
 def compare_bits(rank, mesh, steps, how, queue):
     """Train eagerly and captured or compiled: what each rank has, bit for bit."""
     for kind in ("tensor parallel", "ZeRO 3"):
@@ -264,17 +276,19 @@ def rank_main(rank, world_size, store, options, queue):
 
 def time_ranks(rank, mesh, options, queue):
     for kind, batch in product(("tensor parallel", "ZeRO 3"), BATCHES):
-        calls = {}
+        calls = {"by hand": by_hand_step(mesh, batch)} if kind == "tensor parallel" else {}
         for how in ("eager", "captured", "captured, overlap", *(["compiled"] if options.compile else [])):
             calls[how], _ = rank_step(kind, how, mesh, batch)
+        for call in calls.values():
             for _ in range(3):
-                calls[how]()
+                call()
         best = dict.fromkeys(calls, float("inf"))
         for _ in range(options.repeats):
             for how, call in calls.items():
                 dist.barrier()
                 best[how] = min(best[how], _seconds(lambda call=call: [call() for _ in range(3)]) / 3)
         if rank == 0:
+            best = {"by hand": Missing("train.py has fully_shard")} | best
             queue.put((f"{kind}, batch {batch * mesh.size()} x 64", best))
 
 
