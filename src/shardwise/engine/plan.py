@@ -36,6 +36,7 @@ from shardwise.strategy.empty_ranks import (
     imitating,
     in_new_memory_if_empty,
     is_empty_here_alone,
+    knowing_its_views,
     rank_to_imitate,
 )
 from shardwise.strategy.program import leaves_empty
@@ -88,9 +89,9 @@ def build_plan(func: Callable[..., Any], spec: Spec | Algorithm, call: CallShape
     if results.base is None or in_place:
         alone, local = local, imitating_others(local, inputs, outputs, in_place)
         imitates = local is not alone
-        local = changed(local, change)
-    else:
-        local = changed(local, change, as_views_of_nothing if is_empty_here_alone([*inputs, *outputs]) else as_it_is)
+    local = changed(local, change)
+    if not in_place and is_empty_here_alone([*inputs, *outputs]):
+        local = changed(local, knowing_its_views if results.base is None else as_views_of_nothing)
     invoke = bind_local(call.mesh.comm, local, split, len(inputs))
     copies = {i: _moves_again(call, steps) for i, steps, spread_only in moves if not spread_only}
     if in_place:

@@ -48,6 +48,29 @@ def as_views_of_nothing(func: Callable[..., object]) -> Callable[..., object]:
     of its own choice drops the graph of gradients without elements; so it is told to take the one that they had."""
 
     def call(*args: object, **kwargs: object) -> object:
+        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        if any(x._base is not None and x._base.storage_offset() for x in given):
+            # The node of such an argument says where it lies in memory, and its gradient's memory begins elsewhere.
+            return tree_map_only(torch.Tensor, _nothing_of_its_base, func(*args, **kwargs))
+        with original_views():
+            return func(*args, **kwargs)
+
+    return call
+
+
+def _nothing_of_its_base(view: torch.Tensor) -> torch.Tensor:
+    """A view that has no elements, made of its base in steps that do not say where it lies in memory."""
+    base = view._base
+    if view.numel() or base is None or view.dtype != base.dtype or view.is_conj() != base.is_conj():
+        return view
+    with original_views():
+        return base.view(base.shape or (1,)).narrow(0, 0, 0).view(view.shape)
+
+
+def knowing_its_views(func: Callable[..., object]) -> Callable[..., object]:
+    """`func`, whose results are new tensors; but if they are views of something that it made, `as_views_of_nothing`."""
+
+    def call(*args: object, **kwargs: object) -> object:
         with original_views():
             return func(*args, **kwargs)
 
