@@ -67,6 +67,24 @@ def _nothing_of_its_base(view: torch.Tensor) -> torch.Tensor:
         return base.view(base.shape or (1,)).narrow(0, 0, 0).view(view.shape)
 
 
+def turn_into(x: torch.Tensor, view: torch.Tensor) -> None:
+    """Change a tensor in place into this view of its memory, by `as_strided_`: the backward pass of that, too, drops
+    the graph of gradients without elements, so that what has none goes there in other steps."""
+    sizes = [n for n in view.shape if n != 1]
+    if x.numel() or not x.requires_grad or sorted(sizes) != sorted(n for n in x.shape if n != 1):
+        x.as_strided_(view.shape, view.stride(), view.storage_offset())
+        return
+    for d in reversed(range(x.dim())):
+        if x.shape[d] == 1:
+            x.squeeze_(d)
+    for d, n in enumerate(sizes):
+        if x.shape[d] != n:
+            x.transpose_(d, d + list(x.shape[d:]).index(n))
+    for d, n in enumerate(view.shape):
+        if n == 1:
+            x.unsqueeze_(d)
+
+
 def knowing_its_views(func: Callable[..., object]) -> Callable[..., object]:
     """`func`, whose results are new tensors; but if they are views of something that it made, `as_views_of_nothing`."""
 
