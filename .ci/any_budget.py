@@ -7,7 +7,7 @@ import ast
 import sys
 from pathlib import Path
 
-BUDGET = 676
+BUDGET = 673
 
 found: dict[str, int] = {}
 for path in Path("src").rglob("*.py"):

@@ -110,6 +110,13 @@ DEFECTS = (
         says=r"derivative for aten::_scaled_dot_product_flash_attention_for_cpu_backward is not implemented",
     ),
     Defect(
+        "pixel_shuffle of pictures without pixels, which have channels, has a value and no gradient",
+        "2.11.0",
+        "2.14.99",
+        op=r"pixel_(un)?shuffle",
+        says=r"Function Pixel(Uns|S)huffleBackward0 returned an invalid gradient",
+    ),
+    Defect(
         "adaptive_avg_pool1d of nothing has a value and no gradient",
         "2.11.0",
         "2.14.99",
