@@ -36,6 +36,10 @@ _DTYPES = (
 _SLOT = re.compile(r"\{([a-z]+\d?)(?::([^}]*))?\}")
 # Under no_grad, what these leave of a tensor with a graph depends on how the gradient of the last op is written.
 _CHANGES_SHAPE = re.compile(r"\.(unsqueeze|squeeze|transpose|t|swapaxes|resize_as)_\(")
+_WRITES_OF_RESULT = (
+    "{y}.mul_(2)", "{y}.add_({y}.detach())", "{y}.sin_()", "{y}.pow_(2)", "{y}[...,:1].mul_(3)", "{y}.unsqueeze_(0)",
+    "{y}.squeeze_()", "{y}.swapdims_(0,-1)", "{y}.view(-1).mul_(2)", "{y}.flatten()[:1].zero_()",
+)  # fmt: skip
 _LARGEST = 1e4  # what grows beyond is not computed on
 
 
@@ -58,6 +62,9 @@ def compose(
     """
     rng = random.Random(f"program {seed}")
     composer = Composer(rng, rng.choice(list(meshes)), errors)
+    if rng.random() < 0.15:
+        composer.add_written_result()
+        return Program(composer.mesh, tuple(composer.lines))
     for _ in range(rng.randint(1, 3)):
         composer.new_input(composer.any_shape(), rng.choice(_DTYPES))
     wanted = rng.randint(*length)
@@ -274,6 +281,32 @@ class Composer:
                 if float(size.nan_to_num(0, 0, 0).max()) > _LARGEST:
                     return False
         return True
+
+    def add_written_result(self) -> None:
+        """A whole short program: a result, a write into it or another form of it, something made of all its elements,
+        and second derivatives. Ranks that hold none of the few elements need a graph like that of the others."""
+        self.writes, self.errors = False, False
+        self.new_input(self.any_shape(self.rng.choice([1, 1, 2, 2, 3])), grad=True)
+        found: list[str] = []
+        for _ in range(30):
+            self.add_statement()
+            found = [n for n, t in self.tensors().items() if n[0] == "y" and t.requires_grad and t.is_floating_point()]
+            if found:
+                break
+        else:
+            return
+        y, z = self.rng.choice(found), self.fresh_name()
+        try:
+            self.take(self.rng.choice(_WRITES_OF_RESULT).format(y=y))
+        except Exception:  # plain torch refuses it
+            self.restart()
+        if self.rng.random() < 0.6:
+            self.take(f"{z} = {y}.flatten()[:2] * {y}.sum()")
+            if self.rng.random() < 0.5:
+                self.take(f"{z}.sin_()")
+            found.append(z)
+        chosen = self.rng.sample(found, self.rng.randint(1, min(2, len(found))))
+        self.ending(f"{self.fresh_name('g')} = second(weigh({', '.join(chosen)}), [{', '.join(self.leaves)}])")
 
     # -- derivatives ---------------------------------------------------------------------------------------------
     def add_derivatives(self) -> None:
