@@ -48,6 +48,11 @@ def test_ranks_in_step_count_the_collectives_of_each_group_alike():
     assert not in_step([{rows: 3}, {}])
 
 
+def test_what_differs_may_be_made_of_overlapping_elements():
+    lines = ["x1 = tensor((3, 1), at=[Shard(0)])", "y1 = x1.expand(3, 4)", "y2 = y1 * (1 if type(x1) is torch.Tensor else 2)"]
+    assert judge(Program((2,), tuple(lines))).kind == WRONG
+
+
 BROKEN = "# mesh (2,)\nx1 = tensor((3, 2), grad=True, at=[Shard(0)])\n"
 
 

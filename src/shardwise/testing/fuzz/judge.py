@@ -411,9 +411,17 @@ def _follows(program: Program, ours: Played, plain: Played, name: str, least_exa
 def _stored_as(plain: object, ours: object) -> torch.Tensor:
     """The whole of our tensor with the strides of plain torch's: kernels may go through it in that order."""
     whole = DTensor.full_tensor(ours.detach())  # type: ignore[attr-defined]
-    if not isinstance(plain, torch.Tensor) or plain.shape != whole.shape:
+    if not isinstance(plain, torch.Tensor) or plain.shape != whole.shape or _has_overlaps(plain):
         return whole
     return torch.empty_strided(whole.shape, plain.stride(), dtype=whole.dtype, device=whole.device).copy_(whole)
+
+
+def _has_overlaps(x: torch.Tensor) -> bool:
+    """Whether elements of a tensor are one in memory."""
+    places = torch.zeros((), dtype=torch.int64)
+    for size, step in zip(x.shape, x.stride(), strict=True):
+        places = places.unsqueeze(-1) + torch.arange(size) * step
+    return len(places.unique()) < x.numel()
 
 
 def _other_zeros(got: object, want: object) -> bool:
