@@ -140,12 +140,11 @@ def _cause_text(here: Board, ranks: Iterable[int], error: BaseException) -> str:
     try:
         here.end("noticed", "")
         deadline = time.monotonic() + PATIENCE_SECONDS
-        while True:
-            causes = causes_of_failure(here)
-            if causes or time.monotonic() > deadline:
-                break
+        while not (causes := _sure_causes(here)) and _silent_ranks(here, ranks) and time.monotonic() < deadline:
             time.sleep(0.02)
         found = "; " + ", ".join(causes) if causes else _silent_ranks_text(here, ranks, error)
+        if not causes and (noticed := _what_others_noticed(here)):
+            found += "; " + ", ".join(noticed)
         if found:
             here.correct(found.removeprefix("; "))
     except RuntimeError:
@@ -180,10 +179,14 @@ def ranks_that_differ(mine: str, ranks: Sequence[int]) -> str:
 
 
 def causes_of_failure(here: Board) -> list[str]:
-    """Why collectives failed, according to other ranks. Returns the first that exists of: their own errors, what they
-    noticed, processes that are gone without a report, ranks that ended normally."""
-    everyone = [rank for rank in range(here.size) if rank != here.rank]
-    ends = {rank: end for rank in everyone if (end := here.end_of(rank)) is not None}
+    """Why collectives failed, according to other ranks."""
+    return _sure_causes(here) or _what_others_noticed(here)
+
+
+def _sure_causes(here: Board) -> list[str]:
+    """The first that exists of: errors of other ranks, what ranks agreed on, processes gone without a report, and
+    ranks that ended normally."""
+    everyone, ends = _ends(here)
     own = [f"rank {rank} {text}" for rank, (how, text) in ends.items() if how == "failed"]
     if own:
         return own
@@ -193,16 +196,32 @@ def causes_of_failure(here: Board) -> list[str]:
     dead = [rank for rank in everyone if rank not in ends and here.is_dead(rank)]
     if dead:
         return [f"{_ranks(dead)} died"]
-    noticed = [f"rank {rank} gave up ({text})" for rank, (how, text) in ends.items() if how == "noticed" and text]
     left = [f"rank {rank} {text}" for rank, (how, text) in ends.items() if how == "left"]
+    # a rank that had its part done may leave, and the others still wait for one that cannot go on
+    stopped = [rank for rank in everyone if left and rank not in ends and here.process_of(rank) == "stopped"]
+    return [f"the process of {_ranks(stopped)} is stopped by a signal", *left] if stopped else left
+
+
+def _what_others_noticed(here: Board) -> list[str]:
+    everyone, ends = _ends(here)
+    noticed = [f"rank {rank} gave up ({text})" for rank, (how, text) in ends.items() if how == "noticed" and text]
     errors = [f"rank {rank} {json.loads(said)[1]}" for rank in everyone if (said := here.get(rank, "error"))]
-    return left or noticed[:1] or errors
+    return noticed[:1] or errors
+
+
+def _ends(here: Board) -> tuple[list[int], dict[int, tuple[str, str]]]:
+    """The other ranks, and how those of them ended that did."""
+    everyone = [rank for rank in range(here.size) if rank != here.rank]
+    return everyone, {rank: end for rank in everyone if (end := here.end_of(rank)) is not None}
+
+
+def _silent_ranks(here: Board, ranks: Iterable[int]) -> list[int]:
+    return [rank for rank in ranks if rank != here.rank and here.end_of(rank) is None]
 
 
 def _silent_ranks_text(here: Board, ranks: Iterable[int], error: BaseException) -> str:
     """A text about the ranks that report nothing, and about where the ranks are that do not know of the failure."""
-    running = [rank for rank in range(here.size) if rank != here.rank and here.end_of(rank) is None]
-    silent = [rank for rank in ranks if rank in running]
+    running, silent = (_silent_ranks(here, some) for some in (range(here.size), ranks))
     if not silent:
         return ""
     places = places_of(here, running)
