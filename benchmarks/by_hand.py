@@ -6,66 +6,69 @@ What is slower than this pays for a wrapper; what is faster has more than plain 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from gpt_step import GPT, Block
 from torch import nn
 
 
-class _Summed(torch.autograd.Function):
-    """The sum over all ranks; gradients pass as they are."""
-
-    @staticmethod
-    def forward(ctx, x):
-        x = x.clone()
-        dist.all_reduce(x)
-        return x
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient
-
-
-class _Copied(torch.autograd.Function):
-    """The same value on all ranks; gradients are summed."""
+class CopyIn(torch.autograd.Function):
+    """Into the column-parallel layers: the gradient is summed."""
 
     @staticmethod
     def forward(ctx, x):
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx, gradient):
-        gradient = gradient.clone()
-        dist.all_reduce(gradient)
-        return gradient
+    def backward(ctx, grad):
+        grad = grad.contiguous()
+        dist.all_reduce(grad)
+        return grad
 
 
-def _cut(layer, dim):
-    """Keep this rank's part of a layer. One that is cut along its inputs keeps its whole bias, which is added once."""
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    layer.weight = nn.Parameter(layer.weight.detach().chunk(ranks, dim)[rank].contiguous())
-    if dim == 0:
-        layer.bias = nn.Parameter(layer.bias.detach().chunk(ranks)[rank].contiguous())
+class SumOut(torch.autograd.Function):
+    """Out of the row-parallel layers: the value is summed."""
+
+    @staticmethod
+    def forward(ctx, x):
+        x = x.contiguous()
+        dist.all_reduce(x)
+        return x
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
 
 
-class _CutBlock(Block):
-    def __init__(self, width, heads):
-        super().__init__(width, heads)
-        self.heads //= dist.get_world_size()
-        for layer in (*self.qkv, self.up):
-            _cut(layer, 0)
-        for layer in (self.project, self.down):
-            _cut(layer, 1)
+class HandBlock(nn.Module):
+    """A block as Megatron cuts it, written down by hand: one copy in and one sum out for each half."""
+
+    def __init__(self, block, rank, parts):
+        super().__init__()
+        self.heads = block.heads // parts
+        self.norm1, self.norm2 = block.norm1, block.norm2
+        self.qkv = nn.ModuleList(self.columns(layer, rank, parts) for layer in block.qkv)
+        self.up = self.columns(block.up, rank, parts)
+        self.project, self.down = self.rows(block.project, rank, parts), self.rows(block.down, rank, parts)
+
+    @staticmethod
+    def columns(layer, rank, parts):
+        layer.weight = nn.Parameter(layer.weight.detach().chunk(parts)[rank].clone())
+        layer.bias = nn.Parameter(layer.bias.detach().chunk(parts)[rank].clone())
+        return layer
+
+    @staticmethod
+    def rows(layer, rank, parts):
+        layer.weight = nn.Parameter(layer.weight.detach().chunk(parts, 1)[rank].clone())
+        return layer
 
     def forward(self, x):
-        y = _Copied.apply(self.norm1(x))
+        y = CopyIn.apply(self.norm1(x))
         q, k, v = (layer(y).unflatten(-1, (self.heads, -1)).transpose(1, 2) for layer in self.qkv)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self._joined(self.project, y.transpose(1, 2).flatten(2))
-        return x + self._joined(self.down, F.gelu(self.up(_Copied.apply(self.norm2(x)))))
-
-    def _joined(self, layer, x):
-        return _Summed.apply(F.linear(x, layer.weight)) + layer.bias
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        x = x + SumOut.apply(F.linear(y, self.project.weight)) + self.project.bias
+        y = F.gelu(self.up(CopyIn.apply(self.norm2(x))))
+        return x + SumOut.apply(F.linear(y, self.down.weight)) + self.down.bias
 
 
-def tensor_parallel(vocabulary, context, width, heads, layers):
-    """This rank's part of the model. The same seed gives the values of the whole model."""
-    return GPT(vocabulary, context, width, heads, layers, block=_CutBlock)
+def cut_by_hand(model, rank, parts):
+    """Leave this rank's part of a GPT in it."""
+    model.blocks = nn.Sequential(*(HandBlock(block, rank, parts) for block in model.blocks))
+    return model

@@ -27,7 +27,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch.nn.functional as F
 from _timing import Missing, comparison, warm
-from by_hand import tensor_parallel
+from by_hand import cut_by_hand
 from gpt_step import GPT
 from overhead import Block
 from rich.console import Console
@@ -235,7 +235,7 @@ def rank_step(kind, how, mesh, batch=2):
 def by_hand_step(mesh, batch):
     """The step with tensor parallelism in plain torch, by hand."""
     torch.manual_seed(0)
-    model = tensor_parallel(512, 64, 256, 4, 4)
+    model = cut_by_hand(GPT(512, 64, 256, 4, 4), mesh.get_local_rank(), mesh.size())
     step = training_step(model, torch.optim.AdamW(model.parameters(), lr=1e-4))
     torch.manual_seed(1)
     data = [t.contiguous() for t in _shifted(torch.randint(512, (batch * mesh.size(), 65)))]

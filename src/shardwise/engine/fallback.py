@@ -37,7 +37,7 @@ from shardwise.functions import writes_first
 from shardwise.layout import contiguous_stride
 from shardwise.move import plan_steps, run_move
 from shardwise.protocols import LocalValue
-from shardwise.strategy.empty_ranks import turn_into
+from shardwise.strategy.empty_ranks import turn_into, view_at
 from shardwise.strategy.memory import copied_stride
 from shardwise.strategy.registry import in_place_flag
 from shardwise.torch_private.autograd import is_recorded, is_transforming
@@ -254,16 +254,12 @@ def _turned(target: Wrapper, view: Wrapper) -> tuple[Wrapper, Wrapper] | None:
     for x, y in zip(mine, views, strict=True):
         turn_into(x, y)
     with torch.enable_grad():
-        was = [_view_at(x, *place) for x, place in zip(mine, places, strict=True)] if COPIES else mine
+        was = [view_at(x, *place) for x, place in zip(mine, places, strict=True)] if COPIES else mine
     now = wrap(comm.rebuild(local, mine), view._layout, view._offset)
     now._origin = origin_of(view)
     before = wrap(comm.rebuild(local, was), target._layout, target._offset)
     before._origin = origin_of(target)
     return before, now
-
-
-def _view_at(x: torch.Tensor, shape: torch.Size, stride: tuple[int, ...], begin: int) -> torch.Tensor:
-    return x.as_strided(shape, stride, begin) if x.numel() else x.view(shape)  # which keeps the graph of the gradient
 
 
 def not_in_place(func: Callable[..., Any]) -> Callable[..., Any]:

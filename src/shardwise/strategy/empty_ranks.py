@@ -43,17 +43,27 @@ def in_new_memory_if_empty(dtypes: Sequence[torch.dtype], func: Callable[..., ob
     return call
 
 
+def knowing_its_views(func: Callable[..., object]) -> Callable[..., object]:
+    """`func`, of whose results some may be views of what it made. After a write, torch makes the node of a view anew,
+    and that of its own choice drops the graph of gradients without elements; so it takes the one that it had."""
+
+    def call(*args: object, **kwargs: object) -> object:
+        with original_views():
+            return func(*args, **kwargs)
+
+    return call
+
+
 def as_views_of_nothing(func: Callable[..., object]) -> Callable[..., object]:
-    """`func`, whose results are views. After a write to what they are views of, torch makes their node anew, and that
-    of its own choice drops the graph of gradients without elements; so it is told to take the one that they had."""
+    """`func`, whose results are views of its arguments, with nodes as of `knowing_its_views`."""
+    tracked = knowing_its_views(func)
 
     def call(*args: object, **kwargs: object) -> object:
         given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
         if any(x._base is not None and x._base.storage_offset() for x in given):
             # The node of such an argument says where it lies in memory, and its gradient's memory begins elsewhere.
             return tree_map_only(torch.Tensor, _nothing_of_its_base, func(*args, **kwargs))
-        with original_views():
-            return func(*args, **kwargs)
+        return tracked(*args, **kwargs)
 
     return call
 
@@ -67,9 +77,15 @@ def _nothing_of_its_base(view: torch.Tensor) -> torch.Tensor:
         return base.view(base.shape or (1,)).narrow(0, 0, 0).view(view.shape)
 
 
+def view_at(x: torch.Tensor, shape: Sequence[int], stride: Sequence[int], begin: int) -> torch.Tensor:
+    """`x.as_strided(shape, stride, begin)`, whose backward pass drops the graph of gradients without elements; of a
+    tensor without elements another view of this shape."""
+    return x.as_strided(shape, stride, begin) if x.numel() else x.view(tuple(shape))
+
+
 def turn_into(x: torch.Tensor, view: torch.Tensor) -> None:
-    """Change a tensor in place into this view of its memory, by `as_strided_`: the backward pass of that, too, drops
-    the graph of gradients without elements, so that what has none goes there in other steps."""
+    """Change a tensor in place into this view of its memory: `as_strided_`, but in other steps without elements, as
+    in `view_at`."""
     sizes = [n for n in view.shape if n != 1]
     if x.numel() or not x.requires_grad or sorted(sizes) != sorted(n for n in x.shape if n != 1):
         x.as_strided_(view.shape, view.stride(), view.storage_offset())
@@ -83,16 +99,6 @@ def turn_into(x: torch.Tensor, view: torch.Tensor) -> None:
     for d, n in enumerate(view.shape):
         if n == 1:
             x.unsqueeze_(d)
-
-
-def knowing_its_views(func: Callable[..., object]) -> Callable[..., object]:
-    """`func`, whose results are new tensors; but if they are views of something that it made, `as_views_of_nothing`."""
-
-    def call(*args: object, **kwargs: object) -> object:
-        with original_views():
-            return func(*args, **kwargs)
-
-    return call
 
 
 def of_one_each(
