@@ -2,7 +2,9 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
 import shardwise
@@ -160,7 +162,7 @@ def test_activation_checkpointing_on_processes():
 
 def seeded_apart(rank, world_size):
     """Ranks whose generators differ hear of it, all of them, before they draw different numbers."""
-    mesh = shardwise.init_device_mesh("cpu", (world_size,))
+    mesh = DeviceMesh.from_group(dist.new_group(), "cpu")  # nothing was drawn on it before
     torch.manual_seed(rank)
     with pytest.raises(CommError, match=r"different random numbers.*Seed all ranks alike with shardwise.manual_seed"):
         shardwise.rand(4, 3, device_mesh=mesh)

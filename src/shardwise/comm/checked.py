@@ -17,9 +17,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardwise.comm.calls import draws
 from shardwise.comm.guard import Guard, crc
-from shardwise.comm.messages import Along
+from shardwise.comm.messages import Along, clocks
 from shardwise.comm.peers import board
 from shardwise.comm.record import Note
 from shardwise.comm.watch import errors
@@ -80,36 +79,23 @@ class Checker:
         self.record: deque[CheckedMove] = deque(maxlen=keep)
         self._lines = lines
         self._alongs: dict[tuple[int, ...], Along] = {}  # the groups of ranks that it has compared with
-        self._within: dict[tuple[tuple[int, ...], tuple[int, ...]], bool] = {}
 
     def __call__(self, guard: Guard) -> None:
         """Compare what this rank is about to do with what the others are."""
-        along, source = guard.along, guard.line()
-        drawn, stream = self._drawn(along.ranks)
+        along, source, drawn = guard.along, guard.line(), guard.clock.drawn
         entry = CheckedMove(
-            guard.number, guard.note.op, guard.note.backward, guard.kind, guard.where, along.ranks, source, drawn,
+            guard.number, guard.note.op, guard.note.backward, guard.kind, guard.where, along.ranks, source, drawn.ops,
             guard.begun, guard,
         )  # fmt: skip
         self.record.append(entry)
         line = crc(os.path.basename(source)) if self._lines else 0
-        self._compare(along, hash((guard.tag, line, drawn, stream, guard.begun)), entry)
+        self._compare(along, hash((guard.tag, line, *drawn, guard.begun)), entry)
 
     def leave(self, source: str) -> None:
         """Tell the others that this rank stops comparing. They find out at their next collective."""
         for along in list(self._alongs.values()):
             with Guard(along, "end", "check_ranks()", "", Note("", source=source)):
                 pass
-
-    def _drawn(self, ranks: tuple[int, ...]) -> tuple[int, int]:
-        """How many random ops ran on meshes that all these ranks are in, and a hash of what they drew."""
-        count = stream = 0
-        for mesh, (n, digest) in draws.items():
-            inside = self._within.get((ranks, mesh))
-            if inside is None:
-                inside = self._within[ranks, mesh] = set(ranks) <= set(mesh)
-            if inside:
-                count, stream = count + n, hash((stream, digest))
-        return count, stream
 
     def _compare(self, along: Along, number: int, entry: CheckedMove) -> None:
         if len(along.ranks) == 1 or along.backend == "fake":
@@ -126,7 +112,16 @@ class Checker:
             if here is not None:  # others may wait for these ranks
                 here.end("verdict", difference)
                 errors.stand()
+            _forget_draws(along.ranks)  # all of them know, and may seed their generators again
             raise RanksDifferError(difference)
+
+
+def _forget_draws(ranks: Sequence[int]) -> None:
+    """Have these ranks compare their draws from the beginning, on the meshes that have no other ranks."""
+    for clock in clocks.values():
+        for mesh in clock.meshes.values():
+            if set(mesh.ranks) <= set(ranks):
+                mesh.forget()
 
 
 def _exchange(mine: torch.Tensor, along: Along, tag: int) -> list[torch.Tensor]:

@@ -12,7 +12,7 @@ from zlib import crc32
 import torch
 import torch.distributed as dist
 
-from shardwise.comm.calls import Group, entered, forks, threads, turns
+from shardwise.comm.calls import Drawn, Group, entered, forks, threads, turns
 from shardwise.comm.capturing import tape_here, tapes
 from shardwise.comm.flight import flights
 from shardwise.comm.messages import Along, clock_of
@@ -23,6 +23,7 @@ from shardwise.errors import CommError
 from shardwise.torch_private.tensors import tracing_mode
 
 _UNKNOWN = Note("")
+_NOTHING = Drawn()
 _TAGS = 0x3FFFFFFF
 _TICKET, _TICKETS = 0x40000000, 0x1FFFFFFF  # tags of the messages by which the ranks of a collective meet
 _crcs: dict[str, int] = {}
@@ -70,13 +71,21 @@ class Guard:
 
     __slots__ = (
         ("along", "also", "at", "begun", "clock", "digest", "kind", "note", "number", "outer", "step", "tag")
-        + ("slot", "trouble", "turn", "where")
+        + ("compares_draws", "drawn", "slot", "trouble", "turn", "where")
     )  # fmt: skip
 
     def __init__(
-        self, along: Along, kind: str, where: str, at: str, note: Note | None = None, what: Sent | None = None
+        self,
+        along: Along,
+        kind: str,
+        where: str,
+        at: str,
+        note: Note | None = None,
+        what: Sent | None = None,
+        compares_draws: bool = False,
     ) -> None:
         self.along, self.kind, self.where, self.at = along, kind, where, at
+        self.compares_draws, self.drawn = compares_draws, _NOTHING
         self.number = 0
         self.also = ""
         self.begun = False
@@ -122,8 +131,11 @@ class Guard:
             self._refuse_other_threads()
         clock.count += 1
         self.number = clock.count
+        if not self.compares_draws:
+            self.drawn = clock.drawn
         op, kind, who = crc(self.note.op), crc(self.kind), self.along.digest
-        self.tag = hash((op, self.note.backward, kind, self.digest, who, self.number, len(compare))) & _TAGS
+        same = (op, self.note.backward, kind, self.digest, who, self.number, self.drawn.digest, len(compare))
+        self.tag = hash(same) & _TAGS
         clock.tags.append(self.tag)
 
     def _refuse_other_threads(self) -> None:

@@ -40,7 +40,7 @@ class Board:
     def __init__(self, number: int) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.ended = ""  # how, if it did
-        self.said = ""  # the reason, kept after the rank went on
+        self.said = "", ""  # the reason, kept after the rank went on, and the collectives that it is about
         self.comparisons = 0  # how often the ranks asked each other which of them differ
         self._number, self._forks = number, forks.count
         # weak: a strong reference would keep the group alive after the program left it
@@ -61,17 +61,18 @@ class Board:
         store, key = default_store(), self._key(rank, what)
         return store.get(key).decode() if store.check([key]) else ""
 
-    def end(self, how: str, text: str) -> None:
-        """Announce, once, that this rank will take part in no more collectives, and why."""
-        if not self.ended:
-            self.ended, self.said = how, text
-            self.set("end", json.dumps([how, text]))
+    def end(self, how: str, text: str, about: str = "") -> None:
+        """Announce, once, that this rank will take part in no more collectives, and why. What the ranks found out about
+        themselves replaces what they had noticed before. `about` is the same on all ranks that end so."""
+        if not self.ended or (how == "verdict" and self.ended in ("noticed", "verdict") and (text, about) != self.said):
+            self.ended, self.said = how, (text, about)
+            self.set("end", json.dumps([how, text, about]))
 
     def correct(self, text: str) -> None:
         """Replace the text about what this rank noticed by a better one."""
         if self.ended == "noticed":
-            self.said = text
-            self.set("end", json.dumps([self.ended, text]))
+            self.said = text, ""
+            self.set("end", json.dumps([self.ended, text, ""]))
 
     def go_on(self) -> None:
         """Take back that this rank ended, if other ranks were the reason."""
@@ -84,8 +85,8 @@ class Board:
         said = self.get(rank, "end")
         if not said:
             return None
-        how, text = json.loads(said)
-        if how == "verdict" and text == self.said:
+        how, text, about = json.loads(said)
+        if how == "verdict" and (text, about) == self.said:
             return None  # this rank raised the same error and went on; the other may do so, too
         return how, text
 

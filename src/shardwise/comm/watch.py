@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from shardwise.comm.calls import Group, entered, forks, threads
+from shardwise.comm.calls import SEED_ALIKE, Group, entered, forks, threads
 from shardwise.comm.messages import clocks, on_new_clock
 from shardwise.comm.peers import (
     PATIENCE_SECONDS,
@@ -167,6 +167,7 @@ class Watch:
         self._beat += 1
         calls = [
             (guard.clock.name, guard.number, guard.tag, guard.along.ranks, _place(guard, frames.get(thread)))
+            + (guard.drawn,)
             for thread, guard in blocked.items()
         ]
         alive = {thread.ident for thread in threading.enumerate()}
@@ -178,8 +179,8 @@ class Watch:
         for guard in blocked.values():
             trouble = None if guard.trouble else self._why(here, guard.along.ranks)
             if trouble is not None:
-                how, guard.trouble = trouble
-                here.end(how, guard.trouble)
+                how, guard.trouble, about = trouble
+                here.end(how, guard.trouble, about)
             if guard.trouble:  # again and again, until its thread has raised
                 break_up(guard.along.group)
 
@@ -191,20 +192,26 @@ class Watch:
                 self._shown |= late
                 tell()
 
-    def _why(self, here: Board, ranks: tuple[int, ...]) -> tuple[str, str] | None:
-        """Why a collective of these ranks cannot end, if it is known."""
+    def _why(self, here: Board, ranks: tuple[int, ...]) -> tuple[str, str, str] | None:
+        """Why a collective of these ranks cannot end, if it is known: how it was found out, a text, and which
+        collectives it is about."""
         causes = self._ended(here, ranks)
         if causes:
-            return "noticed", causes
+            return "noticed", causes, ""
         blocked = self._all_blocked(here, ranks)
         if blocked is None:
             return None
         for calls, _ in blocked.values():
             if any(all(_has_come(call, *blocked[peer]) for peer in call[3]) for call in calls):
                 return None  # all ranks of this collective have come: it is only slow
-        return "verdict", (
-            f"the ranks wait for each other, because they run different programs: {places_of(here, blocked)}. "
+        text = (
+            f"the ranks wait for each other, because they {_difference(blocked)}: {places_of(here, blocked)}. "
             f"shardwise.debug.check_ranks() finds the first place where they differ"
+        )
+        return (
+            "verdict",
+            text,
+            str(sorted((clock, number) for calls, _ in blocked.values() for clock, number, *_ in calls)),
         )
 
     def _ended(self, here: Board, ranks: tuple[int, ...]) -> str:
@@ -253,6 +260,19 @@ class Watch:
 
 def _place(guard: Guard, frame: FrameType | None) -> str:
     return f"{guard.describe()} at {guard.line(frame)}"
+
+
+def _difference(blocked: Mapping[int, Any]) -> str:
+    """What ranks that wait for each other have done."""
+    drawn: dict[tuple[str, int], dict[int, tuple[int, int]]] = {}  # by clock and number: what each rank had drawn
+    for rank in sorted(blocked):
+        for clock, number, *_, before in blocked[rank][0]:
+            drawn.setdefault((clock, number), {})[rank] = tuple(before)
+    for of in drawn.values():
+        if len(set(of.values())) > 1:
+            counts = ", ".join(f"{count} on rank {rank}" for rank, (count, _) in of.items())
+            return f"have drawn different random numbers (random ops before: {counts}). {SEED_ALIKE}. They are"
+    return "run different programs"
 
 
 def _has_come(

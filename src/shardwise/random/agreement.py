@@ -3,19 +3,23 @@
 Every rank keeps, for each mesh, a digest of all it has drawn there, and the ranks compare their digests: at once after
 draws 1, 2, 4 and 8; later after 16, 32, 64 and every 64th, where the answer is awaited only when the next comparison
 begins. So a random op costs next to nothing, and ranks that drift apart are named soon. An optimizer compares what is
-left before its step. All ranks compare at the same places of the program, so all of them raise.
+left before its step. All ranks compare at the same places of the program, so all of them raise. On gloo the digest is
+also part of the number by which ranks tell collectives apart, so that ranks that drew different numbers cannot
+exchange any.
 """
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Iterable
+import itertools
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from shardwise.comm.calls import draws
+from shardwise.comm.calls import SEED_ALIKE, Clock, Drawn
 from shardwise.comm.guard import Guard
+from shardwise.comm.messages import clock_of
 from shardwise.comm.peers import ranks_that_differ
 from shardwise.comm.process_group import ProcessGroupComm
 from shardwise.comm.record import Note, record
@@ -29,84 +33,87 @@ _NOTE = Note("random", "do the ranks draw alike?")
 
 
 class Agreement:
-    """What this rank has drawn on one mesh, and how far the others are known to have drawn the same. It does not keep
-    the mesh alive."""
+    """What this rank has drawn on one mesh, and how far the others are known to have drawn the same. It keeps neither
+    the mesh nor its groups alive.
+
+    Attributes:
+        ranks: Those of the mesh.
+        drawn: How many random ops there were, and a digest of what they drew.
+    """
 
     def __init__(self, mesh: Mesh) -> None:
-        assert isinstance(mesh.comm, ProcessGroupComm)
-        self._name, self._device, self.axis_names = repr(mesh), mesh.device, mesh.axis_names
-        self._ranks = tuple(mesh.ranks)
-        crossed = [axis for axis, k in enumerate(mesh.shape) if k > 1]
-        self._groups = {axis: mesh.comm.group(axis) for axis in crossed}
-        self._alongs = {axis: mesh.comm.along((axis,)) for axis in crossed}
-        if all("cpu:" in dist.get_backend_config(group) for group in self._groups.values()):
-            self._device = torch.device("cpu")  # nobody has to wait for a GPU
-        self._forget()
+        self.ranks = tuple(mesh.ranks)
+        some = (axes for n in range(len(mesh.shape)) for axes in itertools.combinations(_crossed(mesh), n + 1))
+        self._clocks = [_clock(mesh, axes) for axes in some]
+        self.forget()
 
-    def _forget(self) -> None:
-        self._count = self._digest = 0
+    def forget(self) -> None:
+        """Begin anew, as if nothing had been drawn."""
+        self.drawn = Drawn()
         self._begun = 0  # the number of draws that were compared, or are being compared
         self._due = 1  # the number of draws after which the ranks compare next
         self._under_way: tuple[tuple[Guard, dist.Work], torch.Tensor] | None = None
+        for clock in self._clocks:
+            clock.drawn = Drawn()
 
-    def add(self, drawn: int) -> None:
+    def add(self, drawn: int, mesh: Mesh) -> None:
         """Take note of a draw: of its key, or of anything that tells it from others."""
-        self._count += 1
-        self._digest = hash((self._digest, drawn))
-        draws[self._ranks] = self._count, self._digest
-        if self._count >= self._due:
-            self._due = self._count + min(self._count, _EVERY)
-            self._compare(later=self._count > _AT_ONCE)
+        self.drawn = self.drawn.after(drawn)
+        for clock in self._clocks:
+            clock.drawn = clock.drawn.after(drawn)
+        count = self.drawn.ops
+        if count >= self._due:
+            self._due = count + min(count, _EVERY)
+            self._compare(mesh, later=count > _AT_ONCE)
 
-    def before_step(self) -> None:
+    def before_step(self, mesh: Mesh) -> None:
         """Compare what was not compared yet; where that would mean to wait for a GPU, by the next step."""
-        if self._count > self._begun or self._under_way is not None:
-            self._compare(later=self._device.type != "cpu")
+        if self.drawn.ops > self._begun or self._under_way is not None:
+            self._compare(mesh, later=_device(mesh).type != "cpu")
 
-    def _compare(self, later: bool = False) -> None:
-        if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+    def _compare(self, mesh: Mesh, later: bool = False) -> None:
+        if _device(mesh).type == "cuda" and torch.cuda.is_current_stream_capturing():
             return  # a graph can neither wait nor take numbers from the host
         with without_fake_mode():
-            self._finish()
-            self._begin()
+            self._finish(mesh)
+            self._begin(mesh)
             if not later:
-                self._finish()
+                self._finish(mesh)
 
-    def _begin(self) -> None:
+    def _begin(self, mesh: Mesh) -> None:
         """Have the ranks along the first axis find the largest and the smallest digest."""
-        self._begun = self._count
-        if self._groups:
-            both = torch.tensor([self._digest, ~self._digest], dtype=torch.int64, device=self._device)
-            self._under_way = self._reduce(both, next(iter(self._groups))), both
+        count, digest = self.drawn
+        self._begun = count
+        both = torch.tensor([digest, ~digest], dtype=torch.int64, device=_device(mesh))
+        self._under_way = self._reduce(both, mesh, _crossed(mesh)[0]), both
 
-    def _finish(self) -> None:
+    def _finish(self, mesh: Mesh) -> None:
         """Wait for the answer, pass it along the other axes, and raise on every rank if two of them differ."""
         if self._under_way is None:
             return
         (begun, both), self._under_way = self._under_way, None
         self._wait(*begun)
-        for axis in [*self._groups][1:]:
-            self._wait(*self._reduce(both, axis))
+        for axis in _crossed(mesh)[1:]:
+            self._wait(*self._reduce(both, mesh, axis))
         most, least = both.tolist()
         if most != ~least:
-            count, others = self._begun, ranks_that_differ(f"{self._begun} {self._digest}", self._ranks)
-            self._forget()
+            others = ranks_that_differ(f"{self._begun} {self.drawn.digest}", self.ranks)
+            self.forget()
             raise CommError(
-                f"the ranks of {self._name} draw different random numbers{others}: their generators are in different "
-                f"states, seen after {count} draws (seed of torch's generator here: {torch.initial_seed()}). Seed all "
-                f"ranks alike with shardwise.manual_seed(seed), and draw what differs between ranks with a generator "
-                f"of its own or inside shardwise.random.fork()"
+                f"the ranks of {mesh!r} draw different random numbers{others}: their generators are in different "
+                f"states, seen after {self._begun} draws (seed of torch's generator here: {torch.initial_seed()}). "
+                f"{SEED_ALIKE}"
             )
 
-    def _reduce(self, both: torch.Tensor, axis: int) -> tuple[Guard, dist.Work]:
-        group = self._groups[axis]
-        k = dist.get_world_size(group)
-        record(self, "all_reduce", axis, 2 * (k - 1) * both.nbytes // k, _NOTE)
-        where = f"mesh axis {self.axis_names[axis]!r} ({k} ranks)"
-        guard = Guard(self._alongs[axis], "all_reduce", where, "", _NOTE)
+    def _reduce(self, both: torch.Tensor, mesh: Mesh, axis: int) -> tuple[Guard, dist.Work]:
+        along = _comm(mesh).along((axis,))
+        k = len(along.ranks)
+        record(_comm(mesh), "all_reduce", axis, 2 * (k - 1) * both.nbytes // k, _NOTE)
+        where = f"mesh axis {mesh.axis_names[axis]!r} ({k} ranks)"
+        guard = Guard(along, "all_reduce", where, "", _NOTE, compares_draws=True)
         with guard:
             guard.meet()
-            work = dist.all_reduce(both, dist.ReduceOp.MAX, group=group, async_op=True)
+            work = dist.all_reduce(both, dist.ReduceOp.MAX, group=along.group, async_op=True)
         assert work is not None
         return guard, work
 
@@ -116,25 +123,55 @@ class Agreement:
             work.wait()
 
 
-_agreements: weakref.WeakKeyDictionary[Mesh, Agreement] = weakref.WeakKeyDictionary()
+def _comm(mesh: Mesh) -> ProcessGroupComm:
+    assert isinstance(mesh.comm, ProcessGroupComm)
+    return mesh.comm
+
+
+def _crossed(mesh: Mesh) -> list[int]:
+    return [axis for axis, k in enumerate(mesh.shape) if k > 1]
+
+
+def _clock(mesh: Mesh, axes: Sequence[int]) -> Clock:
+    along = _comm(mesh).along(axes)
+    return along.clock or clock_of(along.group, along.ranks)
+
+
+def _device(mesh: Mesh) -> torch.device:
+    """Where the digests are compared: on a CPU if the groups can, so that nobody has to wait for a GPU."""
+    groups = [_comm(mesh).group(axis) for axis in _crossed(mesh)]
+    on_cpu = all("cpu:" in dist.get_backend_config(group) for group in groups)
+    return torch.device("cpu") if on_cpu else mesh.device
+
+
+_any_draw = [False]
 
 
 def note_draw(mesh: Mesh, drawn: int) -> None:
     """Take note of a draw on a mesh of processes."""
-    found = _agreements.get(mesh)
+    _any_draw[0] = True
+    key, meshes = _key(mesh)
+    found = meshes.get(key)
     if found is None:
-        found = _agreements[mesh] = Agreement(mesh)
-    found.add(drawn)
+        found = meshes[key] = Agreement(mesh)
+    found.add(drawn, mesh)
 
 
 def compare_before_step(meshes: Iterable[Mesh]) -> None:
     """Compare what was drawn on these meshes since the last comparison. Their ranks call it together."""
     for mesh in meshes:
-        found = _agreements.get(mesh)
-        if found is not None:
-            found.before_step()
+        if isinstance(mesh.comm, ProcessGroupComm) and not mesh.comm.outside and _crossed(mesh):
+            key, known = _key(mesh)
+            if key in known:
+                known[key].before_step(mesh)
 
 
 def anything_drawn() -> bool:
     """Whether anything was drawn on a mesh of processes at all."""
-    return len(_agreements) > 0
+    return _any_draw[0]
+
+
+def _key(mesh: Mesh) -> tuple[tuple[Clock | str, ...], dict[tuple[Clock | str, ...], Any]]:
+    """What this mesh is known by, and among which others."""
+    clocks = [_clock(mesh, (axis,)) for axis in _crossed(mesh)]
+    return (*mesh.axis_names, *clocks), clocks[0].meshes

@@ -144,6 +144,17 @@ def other_seed(scene: Scene) -> None:
     _gather(nn.functional.dropout(x, 0.5))
 
 
+def other_seed_later(scene: Scene) -> None:
+    """A rank whose random numbers become others, after draws that ranks compare at once."""
+    scene.join()
+    x = distribute_tensor(scene.tensor(), scene.mesh(), [Shard(0)], src_data_rank=None)
+    for step in range(12):
+        if step == 9 and scene.faulty:
+            shardwise.manual_seed(7)
+        x = nn.functional.dropout(x, 0.1)
+    _gather(x)
+
+
 def waits_in_other_order(scene: Scene) -> None:
     """Asynchronous moves that ranks wait for in different orders."""
     scene.join()

@@ -15,6 +15,7 @@ from shardwise.testing.faults.differences import (
     differs,
     other_axis,
     other_seed,
+    other_seed_later,
     waits_in_other_order,
 )
 from shardwise.testing.faults.others import (
@@ -63,6 +64,7 @@ def kinds() -> list[Kind]:
         *found,
         Kind("ranks differ: another mesh axis", other_axis, (4,)),
         Kind("ranks differ: another seed", other_seed),
+        Kind("ranks differ: another seed, later", other_seed_later),
         Kind("waits in another order", waits_in_other_order, goes_on=True),
         Kind("an index that one rank finds out of range", index_out_of_range),
         Kind("an error that all ranks catch", caught_and_gone_on, goes_on=True),
