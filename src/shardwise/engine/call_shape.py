@@ -169,6 +169,8 @@ class CallShape:
         named arguments that it was called with."""
         args, kwargs = self.with_tensors([_zeros_for(tensor) for tensor in self.tensors])
         kwargs = {name: value for name, value in kwargs.items() if name not in without}
+        if kwargs.get("out") is not None and kwargs.get("device") is not None:
+            kwargs["device"] = "cpu"  # as the zeros
         with torch.random.fork_rng(devices=()), ExitStack() as stack:
             # hides this from saved-tensor hooks of the program, such as a checkpoint's; under torch.func there are none
             with suppress(RuntimeError):

@@ -182,18 +182,19 @@ _CHECKED = 8  # simulated ranks whose shapes are looked at
 
 
 def check_shapes(name: str, result: Given) -> Given:
-    """Return what the first run of a plan gave. Raise where the local shape is not the one that the layout says: torch
-    told the planner another shape than it computes. Some GPU kernels return an empty internal buffer, for which torch
-    told another shape; that is allowed."""
+    """Return what the first run of a plan gave. Raise where the local shape or dtype is not the one that the layout
+    says: torch told the planner another one than it computes. Some GPU kernels return an empty internal buffer, for
+    which torch told another shape; that is allowed."""
     for out in tree_flatten(result)[0]:
-        if isinstance(out, Wrapper) and not out._layout.mesh.comm.outside and out._layout.device.type == "cpu":
+        if isinstance(out, Wrapper) and not out._layout.mesh.comm.outside:
             layout, comm = out._layout, out._layout.mesh.comm
             for coords in islice(comm.coords_here(), _CHECKED):
-                here, expected = tuple(comm.at(out._local, coords).shape), layout.local_shape_at(coords)
-                if here != expected:
+                value = comm.at(out._local, coords)
+                here, expected = (value.dtype, *value.shape), (layout.dtype, *layout.local_shape_at(coords))
+                if here != expected and not (value.is_cuda and here == (layout.dtype, 0)):
                     raise RuleError(
-                        f"{name}: a rank computed a tensor of shape {here} where {layout} has {expected}; this is a "
-                        f"defect of shardwise, or of this version of torch. Compute it on local tensors (to_local) "
-                        f"meanwhile"
+                        f"{name}: a rank computed a tensor of shape {here[1:]} and {here[0]} where {layout} has "
+                        f"{expected[1:]}; this is a defect of shardwise, or of this version of torch. Compute it on "
+                        f"local tensors (to_local) meanwhile"
                     )
     return result

@@ -12,7 +12,7 @@ import torch
 
 from shardwise.context import relaxed
 from shardwise.layout import Shard
-from shardwise.layout.shapes import broadcast_shape
+from shardwise.layout.shapes import broadcast_shape, contiguous_stride
 from shardwise.strategy import Algorithm, Answer, Named, Operand, Tensor, reduced, run_local, whole
 from shardwise.strategy.counted_sizes import chosen_along, in_order, with_counted_size
 from shardwise.strategy.memory import contiguous, stored
@@ -51,15 +51,14 @@ def _by_columns(out: Tensor) -> None:
     restride(out, (1, max(out.shape[0], 1) if out.is_cuda else out.shape[0]))
 
 
-stored("nonzero_static", device="cpu")(contiguous)
-
-
-@program("nonzero_static")
+@program("nonzero_static", knows_memory=True)
 def nonzero_static(x: Tensor, *, size: int, fill_value: int = -1) -> Tensor:
     found = torch.nonzero(x)[:size]
     out = cast("Tensor", torch.cat([found, found.new_full((size - found.shape[0], x.dim()), fill_value)]))
     if x.is_cuda:
         _by_columns(out)
+    else:
+        restride(out, contiguous_stride(out.shape))
     return out
 
 
@@ -187,7 +186,8 @@ def distinct(func: Callable[..., Any], x: Tensor, dim: int | None, where: bool =
         merged, again, _ = distinct(func, whole(merged), None if dim is None else 0)
         inverse, many = again[candidates], many.new_zeros(merged.shape[0]).index_add(0, again, many)
     merged = merged if not dim else merged.movedim(0, dim)
-    merged = merged if merged.numel() else merged.clone(memory_format=torch.contiguous_format)  # so torch stores it
+    if (dim and merged.is_cuda) or not merged.numel():  # so torch stores it
+        merged = merged.clone(memory_format=torch.contiguous_format)
     results = merged, inverse, many
     asked = tuple(itertools.compress(results, (True, where, how_many)))
     return asked if len(asked) > 1 else asked[0]

@@ -16,6 +16,7 @@ from shardwise.layout.nesting import parent_sets
 from shardwise.layout.split import Intervals, count
 from shardwise.rules.view import clipped, dims_of
 from shardwise.strategy import Algorithm, Factors, Operand, Tensor, factors, needs_grad, run_local, whole
+from shardwise.strategy.memory import like_a_clone, stored
 from shardwise.strategy.registry import program, rule
 from shardwise.strategy.relayout import Relayout, call_with, carried, local_range
 from shardwise.strategy.set_maps import sliced
@@ -126,6 +127,9 @@ def _put_diagonal(layout: Layout, offset: int = 0, dim1: int = 0, dim2: int = 1)
     return PerCoords(put, lambda coords: offset + layout.offset_at(down, coords) - layout.offset_at(right, coords))
 
 
+# of a tensor whose elements are one in memory; of another the strides stay, holes included
+_repeats = lambda x, *args, **kwargs: any(n > 1 and not step for n, step in zip(x.shape, x.stride(), strict=True))
+stored("slice_scatter diagonal_scatter select_scatter", when=_repeats)(like_a_clone)
 rule("slice_scatter")(functools.partial(put_back, torch.ops.aten.slice))
 rule("diagonal_scatter")(functools.partial(put_back, torch.diagonal))
 

@@ -209,7 +209,7 @@ def per_class(operands: list[Operand], statics: Any, reduction: str) -> Factors 
     return factors(f"{whole}, {each if indices else whole}, c!? -> {each if reduction == 'none' else ''}", operands)
 
 
-stored("nll_loss nll_loss_nd nll_loss2d nll_loss2d_forward", "cpu")(contiguous)
+stored("nll_loss nll_loss_nd nll_loss2d nll_loss2d_forward")(contiguous)
 loss_rule("nll_loss nll_loss_nd nll_loss2d", per_target, over_count)
 loss_rule("cross_entropy", per_class, over_count)
 

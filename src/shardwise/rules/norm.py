@@ -55,7 +55,7 @@ def trailing(name: str, normed: Callable[..., Any]) -> None:
     @rule(name)
     def over_trailing(x: Operand, normalized_shape: Any, *args: Any, **kwargs: Any) -> Answer:
         kept = x.ndim - (1 if isinstance(normalized_shape, int) else len(normalized_shape))
-        if name.startswith("native") or any(map(x.layout.is_cut, range(kept, x.ndim))):
+        if name in ("native_layer_norm", "_fused_rms_norm") or any(map(x.layout.is_cut, range(kept, x.ndim))):
             average = over(range(kept, x.ndim))
             return Algorithm(lambda x, normalized_shape, *args, **kwargs: normed(reduced(x), average, *args, **kwargs))
         operands = [x, *operands_in((*args, *kwargs.values()))]
@@ -71,17 +71,34 @@ def _native_layer_norm(
     eps: float = 1e-5,
 ) -> tuple[torch.Tensor, ...]:
     out, mean, _, inverse = scaled(x, average, eps, weight, bias)
-    dtype = x.dtype if weight is None else weight.dtype
+    dtype = sum_dtype(x.dtype) if x.is_cuda else x.dtype if weight is None else weight.dtype
     mean = mean if x.numel() else torch.zeros_like(mean)  # as torch's kernel says of rows without elements
     return out, *(t.detach().to(dtype) for t in (mean, inverse))
 
 
+def _fused_rms_norm(
+    x: torch.Tensor, average: Average, weight: torch.Tensor | None = None, eps: float | None = None
+) -> tuple[torch.Tensor, ...]:
+    out, _, _, inverse = scaled(x, average, eps, weight, None, centre=False)
+    return out, inverse
+
+
 trailing("native_layer_norm", _native_layer_norm)
 trailing("layer_norm", lambda x, average, *args, **kwargs: _native_layer_norm(x, average, *args[:3], **kwargs)[0])
+trailing("_fused_rms_norm", _fused_rms_norm)
 trailing("rms_norm", lambda x, average, weight=None, eps=None: scaled(x, average, eps, weight, None, centre=False)[0])
 
 
 # -- over groups of channels -------------------------------------------------------------------------------
+@stored("native_group_norm", device="cpu")
+def _statistics_of_groups(result: Sequence[torch.Tensor], x: torch.Tensor, weight: Any, bias: Any, *_: object) -> None:
+    """They have the dtype of the parameters, where that is another one than the input's."""
+    given = weight if weight is not None else bias
+    if given is not None and given.dtype != x.dtype:
+        for statistic in result[1:]:
+            statistic.data = statistic.to(given.dtype)
+
+
 @rule("native_group_norm")
 def group_norm(x: Operand, weight: Any, bias: Any, N: int, C: int, HxW: int, group: int, eps: float) -> Answer:
     """Samples pass. What the kernel keeps may be a copy: on a rank, memory may lie in another order."""
@@ -137,7 +154,8 @@ class _WithStatistics(torch.autograd.Function):
 
 # -- over the batch ----------------------------------------------------------------------------------------
 def batch_norm(names: str, fixed: bool | None = None, reserves: int = 0, copies: bool = False) -> None:
-    """A form aten has: with training `fixed`, with reserves for its own backward, or with new statistics returned."""
+    """A form aten has: with training `fixed`, with reserves for its own backward, or with new statistics returned. In
+    evaluation torch's own kernel on a GPU gives the statistics, too."""
 
     def run(
         x: Tensor, weight: Any, bias: Any, running_mean: Any, running_var: Any, *settings: Any, **named: Any
@@ -146,7 +164,9 @@ def batch_norm(names: str, fixed: bool | None = None, reserves: int = 0, copies:
         if isinstance(running_mean, bool):  # no statistics
             kept, settings = [None, None], (*kept, *settings)
         kept = [t.clone() for t in kept] if copies else kept
-        out = _batch_norm(reduced(x), weight, bias, *kept, *(() if fixed is None else (fixed,)), *settings, **named)
+        given = (*kept, *(() if fixed is None else (fixed,)), *settings)
+        gives_used = x.is_cuda and not reserves
+        out = _batch_norm(gives_used, reduced(x), weight, bias, *given, **named)
         return *out, *[x.new_empty(0, dtype=torch.uint8)] * reserves, *(kept if copies else ())
 
     program(names, writes=True)(run)
@@ -176,8 +196,11 @@ for _func, _first, _when, _default in (
     also_writes(_func, (_first, "running_mean"), (_first + 1, "running_var"), when=(5, _when), default=_default)
 
 
-def _batch_norm(x: Tensor, weight: Any, bias: Any, mean: Any, var: Any, training: bool, momentum: Any, eps: Any) -> Any:
-    """Channels pass, the running statistics follow them, and what was moved of those is written back."""
+def _batch_norm(
+    gives_used: bool, x: Tensor, weight: Any, bias: Any, mean: Any, var: Any, training: bool, momentum: Any, eps: Any
+) -> Any:
+    """Channels pass, the running statistics follow them, and what was moved of those is written back. `gives_used`:
+    whether it returns the statistics also where it did not compute them."""
     for name, statistics in (("running_mean", mean), ("running_var", var)):
         if statistics is not None and needs_grad(statistics):
             raise RuntimeError(f"batch_norm is not differentiable with respect to {name}, which requires grad")
@@ -185,16 +208,18 @@ def _batch_norm(x: Tensor, weight: Any, bias: Any, mean: Any, var: Any, training
     follow = [p.at(0) if p.is_shard(1) else REPLICATE for p in layout.placements]
     moved = [t if t is None else t.redistribute(placements=follow) for t in (weight, bias, mean, var)]
     renewed = moved[2:]  # which torch's kernel writes
-    dtype = next((t.dtype for t in moved if t is not None), x.dtype)
+    dtype = sum_dtype(x.dtype) if x.is_cuda else next((t.dtype for t in moved if t is not None), x.dtype)
+    gives = training or gives_used
     if not leaves_empty(layout) and not (training and any(map(layout.is_cut, dims))):  # the kernel divides by sizes
-        shape, places = (x.shape[1:2], follow) if training else ((0,), [REPLICATE] * len(follow))
+        shape, places = (x.shape[1:2], follow) if gives else ((0,), [REPLICATE] * len(follow))
         saved = layout.replace(shape=shape, dtype=dtype, placements=places)
-        out = run_local(torch.native_batch_norm, [x, *moved, training, momentum, eps], [layout, saved, saved])
+        kernel = torch.native_batch_norm if gives else _normalised_alone
+        out = run_local(kernel, [x, *moved, training, momentum, eps], [layout, saved, saved])
     else:
         shape = [-1 if d == 1 else 1 for d in range(x.ndim)]
         scale, shift, *known = (t if t is None else t.reshape(shape) for t in moved)
         y, now, variance, inverse = scaled(x, over(dims), eps, scale, shift, None if training else known)
-        out = y, *(t.detach().flatten().to(dtype) if training else x.new_empty(0, dtype=dtype) for t in (now, inverse))
+        out = y, *(t.detach().flatten().to(dtype) if gives else x.new_empty(0, dtype=dtype) for t in (now, inverse))
         if training:
             n = x.numel() // max(x.shape[1], 1)
             fresh = now.detach(), variance.detach() * (n / (n - 1) if n > 1 else float("nan"))
@@ -204,6 +229,12 @@ def _batch_norm(x: Tensor, weight: Any, bias: Any, mean: Any, var: Any, training
         if training and value is not kept:
             kept.data.copy_(value)  # unseen by autograd, as in torch: a pass in evaluation has saved the old ones
     return out
+
+
+def _normalised_alone(*args: Any) -> tuple[torch.Tensor, ...]:
+    """In evaluation; without the statistics, which torch's own kernel gives on a GPU."""
+    out, mean, inverse = torch.native_batch_norm(*args)
+    return out, mean[:0], inverse[:0]
 
 
 # -- by neighbours, or by a vector's length ----------------------------------------------------------------

@@ -12,7 +12,7 @@ from shardwise.errors import dim_from_front
 from shardwise.layout.placement import Partial
 from shardwise.layout.shapes import dense_stride
 from shardwise.strategy import Algorithm, Factors, Operand, Order, Result, factors, line, operands_in, unfinished
-from shardwise.strategy.memory import contiguous, like_a_clone, like_a_sum, stored
+from shardwise.strategy.memory import as_first_suggests, contiguous, like_a_clone, like_a_sum, stored
 from shardwise.strategy.order import (
     added,
     falling,
@@ -84,6 +84,7 @@ pointwise(
 )
 _LIKE_A_SUM = "copysign div divide floor_divide heaviside logaddexp logaddexp2 logical_and logical_or logical_xor "
 stored(_LIKE_A_SUM + "native_dropout_backward true_divide xlog1py xlogy")(like_a_sum)
+stored("native_dropout_backward", device="cuda")(as_first_suggests)
 pointwise("maximum", order=Order(rising, in_each=True, together=Partial("max")))
 pointwise("minimum", order=Order(rising, in_each=True, together=Partial("min")))
 pointwise("addcmul addcdiv", numbers=("value",))

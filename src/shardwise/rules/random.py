@@ -136,7 +136,12 @@ def dropout(x: Operand, p: float = 0.5, training: bool = True, inplace: bool = F
 def run_dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False, **aten: object) -> Tensor:
     if not aten.get("train", training) or p == 0.0 or not x.numel():
         return x
-    noise = drawn(x._layout, draws.dropout(p)) if p < 1 else x.detach().new_zeros(())  # of its dtype, also an integer
+    if p == 1:
+        noise = x.detach().new_zeros(())  # of its dtype, also an integer
+    elif inplace and x.is_cuda and stream() == TORCH:  # torch has a kernel for the other form alone
+        noise = drawn(x._layout, draws.bernoulli(1 - p)).div_(1 - p)
+    else:
+        noise = drawn(x._layout, draws.dropout(p))
     return x.mul_(noise) if inplace else x * noise
 
 

@@ -16,7 +16,7 @@ from shardwise.rules.index import Indexed, clamped, unravelled, without_masks
 from shardwise.strategy import Algorithm, Answer, Factors, Operand, Tensor, factors, needs_grad
 from shardwise.strategy.indices import is_mask
 from shardwise.strategy.lookup import Written, located, located_all, places_of_mine
-from shardwise.strategy.memory import copied_stride
+from shardwise.strategy.memory import copied_stride, like_a_clone, stored
 from shardwise.strategy.registry import program, rule
 from shardwise.wrapper import restride
 
@@ -52,6 +52,7 @@ def write_rows(op: str, x: Operand, dim: int, index: Operand, source: Any, *rest
     return Written(inputs, [names], **more, dims=(d,) if x.ndim else (), write=write)
 
 
+stored("index_fill")(like_a_clone)
 for _op in ("index_add", "index_copy", "index_fill", "index_reduce"):
     rule(_op)(functools.partial(write_rows, _op))
 
@@ -115,7 +116,7 @@ def index_put(x: Operand, indices: Any, values: Operand, accumulate: bool = Fals
 
     def write(suffix: str, x: torch.Tensor, *others: Any) -> torch.Tensor:
         *found, values, held = others
-        places, mine = located_all(found, held, at.sizes)
+        places, mine = located_all([i.to(x.device) for i in found], held, at.sizes)
         looked = broadcast_shape(*(i.shape for i in found))
         picked = places_of_mine(mine.expand(looked), held, at.sizes)
         places = [p.expand(looked).reshape(-1)[picked] for p in places]

@@ -16,7 +16,7 @@ from shardwise.strategy.memory import contiguous, meta_like, stored
 from shardwise.strategy.program import Tensor, constant, needs_grad, reduced, run_local, sum_dtype, whole, without_dims
 from shardwise.strategy.registry import program, rule
 from shardwise.strategy.two_stages import Dims, gather_parts, reduced_dims, shared_extreme, staged, whole_along
-from shardwise.torch_private.tensors import are_transforms_active
+from shardwise.torch_private.tensors import are_transforms_active, without_torch_function
 
 
 # -- variances ---------------------------------------------------------------------------------------------
@@ -55,6 +55,46 @@ def _deviation(name: str) -> None:
 
 for _name in ["var", "std", "var_mean", "std_mean"]:
     _deviation(_name)
+
+
+def _correlation(name: str) -> None:
+    """Torch takes it apart. Deviations from the mean of parts of a sum would not be zero where those of the sum are."""
+
+    @rule(name)
+    def of_rows(x: Operand, *args: object, **kwargs: object) -> Answer:
+        if not x.layout.is_partial:
+            return None
+        return Algorithm(lambda x, *args, **kwargs: getattr(torch, name)(reduced(x), *args, **kwargs))
+
+
+for _name in ["cov", "corrcoef"]:
+    _correlation(_name)
+
+
+def _quantile(name: str) -> None:
+    """Torch takes it apart, but does not look at `q` if that is of a class of its own, as it does on a CPU."""
+
+    @rule(name)
+    def at(x: Operand, q: object, *args: object, **kwargs: object) -> Answer:
+        if not isinstance(q, Operand) or q.layout.device.type != "cpu" or are_transforms_active():
+            return None
+        def run(x: Tensor, q: Tensor, *args: object, **kwargs: object) -> Tensor:
+            q = whole(q)
+            run_local(_must_be_shares, [q.detach()], q._layout)
+            with without_torch_function():
+                return getattr(torch, name)(x, q, *args, **kwargs)
+
+        return Algorithm(run, is_checked=False)
+
+
+def _must_be_shares(q: torch.Tensor) -> torch.Tensor:
+    if not q.is_meta and not bool(((q >= 0) & (q <= 1)).all()):
+        raise RuntimeError("quantile() q values must be in the range [0, 1]")
+    return q
+
+
+for _name in ["quantile", "nanquantile"]:
+    _quantile(_name)
 
 
 # -- norms -------------------------------------------------------------------------------------------------

@@ -25,11 +25,11 @@ C = TypeVar("C", bound=Correction)
 
 class _Registered(NamedTuple):
     correct: Correction
-    device: str | None  # the kind of device whose kernels it is about; None: any
     when: Callable[..., bool]  # whether it is about a call with these arguments
 
 
-_corrections: dict[str, _Registered] = {}  # by the name of an op
+# by the name of an op and the kind of device whose kernels it is about; None: any
+_corrections: dict[tuple[str, str | None], _Registered] = {}
 _SMALL = 2**12  # elements
 
 
@@ -40,7 +40,7 @@ def stored(
     kernels of one kind of device, or only for calls whose arguments `when` is true of."""
 
     def register(function: C) -> C:
-        _corrections.update(dict.fromkeys(names.split(), _Registered(function, device, when)))
+        _corrections.update({(name, device): _Registered(function, when) for name in names.split()})
         return function
 
     return register
@@ -52,8 +52,10 @@ def correct_memory(
     """Give the results of a call on meta tensors the strides that they have on this kind of device."""
     schema = schema_of(func)
     name = schema.name.removeprefix("aten::") if schema is not None else getattr(func, "__name__", "")
-    known = _corrections.get(name) or _corrections.get(SPELLINGS.get(name, name).removeprefix("special_"))
-    if known is not None and known.device in (None, device) and known.when(*args, **kwargs):
+    names = name, SPELLINGS.get(name, name).removeprefix("special_")
+    found = (_corrections.get((spelled, kind)) for spelled in names for kind in (device, None))
+    known = next(filter(None, found), None)
+    if known is not None and known.when(*args, **kwargs):
         known.correct(result, *args, **kwargs)
     if schema is None or schema.name.startswith("aten::"):
         correct_thin(func, device, result, args, kwargs)

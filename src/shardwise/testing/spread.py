@@ -15,6 +15,7 @@ from shardwise.argument_types import MeshArgument
 from shardwise.comm.rank_tensor import RankTensor
 from shardwise.layout import Layout, Partial, Placement, Replicate, Shard
 from shardwise.layout.placement import check_reductions
+from shardwise.layout.shapes import dense_stride
 from shardwise.mesh import as_mesh
 from shardwise.move.pack import take
 from shardwise.tensor import DTensor
@@ -165,6 +166,13 @@ def with_spare_bits(x: torch.Tensor) -> torch.Tensor:
 def with_holes(t: torch.Tensor) -> torch.Tensor:
     """The same values in every other element of a memory twice as large."""
     return torch.stack([t.detach(), torch.zeros_like(t)], -1)[..., 0]
+
+
+def with_holes_between(t: torch.Tensor) -> torch.Tensor:
+    """The same values as a part of a tensor that is larger in every dim, in the same order of memory."""
+    sizes = [n + 1 for n in t.shape]
+    larger = torch.empty_strided(sizes, dense_stride(sizes, t.stride()), dtype=t.dtype, device=t.device).zero_()
+    return larger[tuple(slice(0, n) for n in t.shape)].copy_(t.detach())
 
 
 def stored_alike(t: torch.Tensor) -> torch.Tensor:

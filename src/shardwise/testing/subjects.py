@@ -15,7 +15,14 @@ from shardwise.layout import Replicate, Shard
 from shardwise.tensor import DTensor
 from shardwise.testing.check import as_sample
 from shardwise.testing.seeding import database_samples, seed_torch
-from shardwise.testing.spread import channels_last, is_float, repeated_in_memory, reversed_in_memory, with_holes
+from shardwise.testing.spread import (
+    channels_last,
+    is_float,
+    repeated_in_memory,
+    reversed_in_memory,
+    with_holes,
+    with_holes_between,
+)
 from shardwise.testing.trial import Sample
 
 if TYPE_CHECKING:
@@ -27,7 +34,8 @@ else:  # the databases take seconds to import, and need packages that not everyb
 
 FORMS: dict[str, torch.dtype] = {
     **dict.fromkeys(("function", "in-place", "out=", "ties", "nan"), torch.float64),
-    **dict.fromkeys(("holes in memory", "transposed", "one transposed", "channels last", "expanded"), torch.float64),
+    **dict.fromkeys(("holes in memory", "transposed", "one transposed", "transposed, with holes"), torch.float64),
+    **dict.fromkeys(("channels last", "expanded"), torch.float64),
     "complex128": torch.complex128,
     "int64": torch.int64,
     "bool": torch.bool,
@@ -36,6 +44,7 @@ FORMS: dict[str, torch.dtype] = {
 _STORED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "holes in memory": with_holes,
     "transposed": reversed_in_memory,
+    "transposed, with holes": lambda t: with_holes_between(reversed_in_memory(t)),
     "channels last": channels_last,
     "expanded": repeated_in_memory,
 }
@@ -110,6 +119,7 @@ class Operator:
             "ties": name not in _MANY_SOLUTIONS,
             "bool": name != "_foreach_pow",  # of which torch's own kernels give different dtypes
             "holes in memory": name not in _BY_MEMORY,
+            "transposed, with holes": name not in _BY_MEMORY,
             "expanded": name not in _BY_MEMORY | _OPEN_IF_EXPANDED | _TRUSTS_STRIDES,
         }.get(form, True)
 
