@@ -181,6 +181,11 @@ def restride(target: Wrapper, stride: tuple[int, ...], offset: int = 0) -> None:
         _become(target, wrap(target._local, target._layout.replace(stride=stride), offset))
 
 
+def retype(target: Wrapper, dtype: torch.dtype) -> None:
+    """Have `target` report the dtype that its values have."""
+    _become(target, wrap(target._local, target._layout.replace(dtype=dtype), target._offset))
+
+
 def _become(target: Wrapper, value: Wrapper) -> None:
     with without_torch_function():
         torch.Tensor.data.__set__(target, value)  # type: ignore[attr-defined]

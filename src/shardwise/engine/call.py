@@ -35,7 +35,7 @@ from shardwise.engine.keys import (
 )
 from shardwise.engine.plain_tensors import mesh_in, refuse_own_batches, with_plain_wrapped
 from shardwise.engine.planner import planned
-from shardwise.engine.results import check_shapes
+from shardwise.engine.results import checked
 from shardwise.engine.transforms import call_transformed
 from shardwise.errors import AutogradError, ShardwiseError
 from shardwise.functions import writes_first
@@ -114,7 +114,7 @@ def call_function(cls: type, func: Any, types: tuple[type, ...], args: Sequence[
             with unwritten():
                 plan = planned(func, args, kwargs)
             first = plan if not flights else partial(flights[0].run_op, func, op_name, plan)
-            result = check_shapes(op_name(func), first(args, kwargs, local_args, local_kwargs))
+            plan, result = checked(op_name(func), plan, first(args, kwargs, local_args, local_kwargs))
             plans.add(whole_key, plan)
             return result
         plans.hits += 1

@@ -17,7 +17,7 @@ from shardwise.layout import Layout
 from shardwise.protocols import LocalValue
 from shardwise.strategy.spec import Result, Spec
 from shardwise.torch_private.tensors import is_any_autocast_enabled, storage_id
-from shardwise.wrapper import Wrapper, origin_of, restride, shares_memory, wrap, wrapper_of
+from shardwise.wrapper import Wrapper, origin_of, restride, retype, shares_memory, wrap, wrapper_of
 
 Given = TypeVar("Given")
 Finish = Callable[[Sequence[Any], dict[str, Any], Any], Any]  # (args, kwargs, local result) -> the call's result
@@ -179,22 +179,43 @@ def _device_of(out: object, default: torch.device) -> torch.device:
 
 
 _CHECKED = 8  # simulated ranks whose shapes are looked at
+Plan = Callable[..., Any]
 
 
-def check_shapes(name: str, result: Given) -> Given:
-    """Return what the first run of a plan gave. Raise where the local shape or dtype is not the one that the layout
-    says: torch told the planner another one than it computes. Some GPU kernels return an empty internal buffer, for
-    which torch told another shape; that is allowed."""
-    for out in tree_flatten(result)[0]:
-        if isinstance(out, Wrapper) and not out._layout.mesh.comm.outside:
-            layout, comm = out._layout, out._layout.mesh.comm
-            for coords in islice(comm.coords_here(), _CHECKED):
-                value = comm.at(out._local, coords)
-                here, expected = (value.dtype, *value.shape), (layout.dtype, *layout.local_shape_at(coords))
-                if here != expected and not (value.is_cuda and here == (layout.dtype, 0)):
-                    raise RuleError(
-                        f"{name}: a rank computed a tensor of shape {here[1:]} and {here[0]} where {layout} has "
-                        f"{expected[1:]}; this is a defect of shardwise, or of this version of torch. Compute it on "
-                        f"local tensors (to_local) meanwhile"
-                    )
+def checked(name: str, plan: Plan, result: Given) -> tuple[Plan, Given]:
+    """What the first run of a plan gave, and the plan for the next ones. Torch may have told the planner another dtype
+    than it computes (its kernels for meta tensors are written by hand): then the results say what they are. If it told
+    another shape, this raises. Some GPU kernels return an empty internal buffer, for which torch told another shape;
+    that is allowed."""
+    tensors = [out for out in tree_flatten(result)[0] if isinstance(out, Wrapper)]
+    dtypes = [_computed_dtype(name, out) for out in tensors]
+    if dtypes == [out._layout.dtype for out in tensors]:
+        return plan, result
+
+    def typed(*call: Any) -> Any:
+        return _typed(plan(*call), dtypes)
+
+    return typed, _typed(result, dtypes)
+
+
+def _computed_dtype(name: str, out: Wrapper) -> torch.dtype:
+    """The dtype of what the ranks hold; raises where a shape is another one than the layout says."""
+    layout, comm = out._layout, out._layout.mesh.comm
+    if comm.outside:
+        return layout.dtype
+    for coords in islice(comm.coords_here(), _CHECKED):
+        value = comm.at(out._local, coords)
+        here, expected = tuple(value.shape), layout.local_shape_at(coords)
+        if here != expected and not (value.is_cuda and here == (0,)):
+            raise RuleError(
+                f"{name}: a rank computed a tensor of shape {here} where {layout} has {expected}; this is a defect of "
+                f"shardwise, or of this version of torch. Compute it on local tensors (to_local) meanwhile"
+            )
+    return comm.first(out._local).dtype
+
+
+def _typed(result: Given, dtypes: Sequence[torch.dtype]) -> Given:
+    for out, dtype in zip((x for x in tree_flatten(result)[0] if isinstance(x, Wrapper)), dtypes, strict=True):
+        if out._layout.dtype != dtype:
+            retype(out, dtype)
     return result
