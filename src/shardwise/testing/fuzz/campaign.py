@@ -41,6 +41,7 @@ class Found:
     kind: str
     message: str = ""
     text: str = ""
+    refused: bool = False  # whether plain torch raises
 
     @property
     def right(self) -> bool:
@@ -119,12 +120,12 @@ def try_seed(seed: int, strides: bool = True, shorter: bool = True) -> Found:
     once = lambda p: judge(p, strides=strides)
     verdict = once(program)
     if verdict.right:
-        return Found(seed, verdict.kind)
+        return Found(seed, verdict.kind, refused=verdict.refused)
     return found_in(seed, *(shrink(program, verdict, once) if shorter else (program, verdict)))
 
 
 def found_in(seed: int, program: Program, verdict: Verdict) -> Found:
-    return Found(seed, verdict.kind, verdict.message, str(program))
+    return Found(seed, verdict.kind, verdict.message, str(program), verdict.refused)
 
 
 # -- processes -------------------------------------------------------------------------------------------------------
@@ -248,6 +249,7 @@ def _serve(
         program = composed_for(s, ranks, device)
         verdict = judge(program, meshes[program.mesh], strides)  # the same on every rank
         if rank == 0:
-            answers.put(found_in(s, program, verdict) if not verdict.right else Found(s, verdict.kind))
+            right = Found(s, verdict.kind, refused=verdict.refused)
+            answers.put(right if verdict.right else found_in(s, program, verdict))
     dist.barrier()
     dist.destroy_process_group()

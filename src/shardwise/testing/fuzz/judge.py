@@ -7,15 +7,15 @@ import re
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
-from typing import TypeVar
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from shardwise.argument_types import MeshArgument
 from shardwise.comm.messages import clocks
-from shardwise.mesh import as_mesh, simulate
+from shardwise.mesh import Mesh, as_mesh, simulate
 from shardwise.tensor import DTensor
 from shardwise.testing.fuzz.defects import defects
 from shardwise.testing.fuzz.program import Program, names_made, names_used
@@ -41,6 +41,9 @@ _SHAKES = 3  # how often the inputs are changed, until a result changes
 _LAST_BITS = {torch.float64: 1e-13, torch.float32: 1e-6, torch.bfloat16: 1e-2, torch.float16: 1e-3}
 
 
+# a size that one library on this machine does not take, or an op that torch has not for a GPU
+_MISSING_THERE = re.compile(r"MKL|Could not run '.*' with arguments from the 'CUDA' backend")
+
 # a statement that may write into memory
 _MAY_WRITE = re.compile(r"\w_\(|out=|\][^=]?=[^=]|[-+*/]=|\.data\b|in-?place|InPlace")
 # a statement that makes an input; its arguments may name a form of an op that writes
@@ -54,6 +57,7 @@ class Verdict:
     kind: str
     message: str = ""
     name: str = ""  # the variable that differs
+    refused: bool = False  # whether plain torch raises
 
     @property
     def right(self) -> bool:
@@ -107,7 +111,15 @@ def judge(program: Program, mesh: MeshArgument | None = None, strides: bool = Tr
     device, told = where.device.type, _itself if where.comm.simulated else _told_by_all
     plain = play(program, plain_torch(device=device))
     ours = play(program, on_mesh(mesh))
-    if plain.error is not None and "MKL" in str(plain.error):  # a size that one library on this machine does not take
+    verdict = _compared(program, ours, plain, where, told, strides)
+    return replace(verdict, refused=plain.error is not None)
+
+
+def _compared(
+    program: Program, ours: Played, plain: Played, where: Mesh, told: Callable[[Any], list[Any]], strides: bool
+) -> Verdict:
+    device = where.device.type
+    if plain.error is not None and _MISSING_THERE.search(str(plain.error)):
         return Verdict(RIGHT)
     ends = told(f"line {ours.line + 1}: {type(ours.error).__name__}" if ours.error else "the end")
     if len(set(ends)) > 1:
