@@ -88,7 +88,15 @@ def _zeros_for(tensor: Wrapper) -> torch.Tensor:
     if not torch.is_grad_enabled() or not tensor.requires_grad:
         return zeros
     zeros.requires_grad_()
-    return zeros if tensor.is_leaf else zeros.clone()
+    if tensor.is_leaf:
+        return zeros
+    copied = zeros.clone()
+    if copied.stride() == zeros.stride():
+        return copied
+    line = torch.zeros(zeros.untyped_storage().nbytes() // zeros.itemsize, dtype=layout.dtype, requires_grad=True)
+    with torch.no_grad():
+        line.copy_(zeros.detach().as_strided(line.shape, (1,)))
+    return line.clone().as_strided(layout.shape, layout.stride)
 
 
 def common_mesh(name: str, layouts: Sequence[Layout]) -> Mesh:

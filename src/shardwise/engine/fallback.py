@@ -201,6 +201,12 @@ def is_differentiable(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point or dtype.is_complex
 
 
+def _no_view(tensor: Wrapper) -> None:
+    """Have the ranks hold the same memory and versions in tensors that are no views of others."""
+    comm, local = tensor._layout.mesh.comm, tensor._local
+    tensor._local = comm.rebuild(local, [value.detach() for value in comm.values(local)])
+
+
 def rebound(func: Callable[..., Any]) -> Plan:
     """The plan of an in-place op that changes its target's shape (unsqueeze_, t_): the target becomes the view."""
     functional = functional_form(func)
@@ -226,6 +232,8 @@ def rebound(func: Callable[..., Any]) -> Plan:
         turned = _turned(target, view) if turns else None
         if turns and turned is None:
             _count_write(target)
+        if not turns and base is None and not is_transforming():
+            _no_view(view)  # as in torch, where the target is what it was
         was, now = turned or (before, view)
         if COPIES:
             became(target, was, view)
