@@ -45,16 +45,19 @@ class Agreement:
         self.ranks = tuple(mesh.ranks)
         some = (axes for n in range(len(mesh.shape)) for axes in itertools.combinations(_crossed(mesh), n + 1))
         self._clocks = [_clock(mesh, axes) for axes in some]
-        self.forget()
+        self._begin_anew()
 
     def forget(self) -> None:
         """Begin anew, as if nothing had been drawn."""
+        self._begin_anew()
+        for clock in self._clocks:
+            clock.drawn = Drawn()
+
+    def _begin_anew(self) -> None:
         self.drawn = Drawn()
         self._begun = 0  # the number of draws that were compared, or are being compared
         self._due = 1  # the number of draws after which the ranks compare next
         self._under_way: tuple[tuple[Guard, dist.Work], torch.Tensor] | None = None
-        for clock in self._clocks:
-            clock.drawn = Drawn()
 
     def add(self, drawn: int, mesh: Mesh) -> None:
         """Take note of a draw: of its key, or of anything that tells it from others."""
@@ -97,11 +100,11 @@ class Agreement:
             self._wait(*self._reduce(both, mesh, axis))
         most, least = both.tolist()
         if most != ~least:
-            others = ranks_that_differ(f"{self._begun} {self.drawn.digest}", self.ranks)
+            count, others = self._begun, ranks_that_differ(f"{self._begun} {self.drawn.digest}", self.ranks)
             self.forget()
             raise CommError(
                 f"the ranks of {mesh!r} draw different random numbers{others}: their generators are in different "
-                f"states, seen after {self._begun} draws (seed of torch's generator here: {torch.initial_seed()}). "
+                f"states, seen after {count} draws (seed of torch's generator here: {torch.initial_seed()}). "
                 f"{SEED_ALIKE}"
             )
 
