@@ -257,6 +257,8 @@ def _repeat_on_bases(targets: Sequence[Wrapper]) -> None:
         for whole, copy, quiet in wholes.values():
             if torch.is_grad_enabled() and copy.source.requires_grad and not quiet and not copy.unrecorded:
                 _take_again(whole, copy.again(_beside(copy.source)))  # its gradients reach the base, as in torch
+            if not quiet:
+                _lose_graph(copy, whole)
 
 
 def _make_copies_again(storage: int, unseen: bool) -> None:
@@ -273,6 +275,24 @@ def _make_copies_again(storage: int, unseen: bool) -> None:
         else:
             with _under_way(tensor), torch.set_grad_enabled(torch.is_grad_enabled() and not copy.unrecorded):
                 _take_again(tensor, copy.again(_beside(copy.source)))
+                _lose_graph(copy, tensor)
+
+
+def _lose_graph(copy: _Copy, tensor: Wrapper) -> None:
+    """In torch, one of several views has no graph any more once their memory was written, and what asks for it raises.
+    The copy becomes such a view."""
+    if copy.of_several and not copy.unrecorded and tensor.requires_grad and not are_transforms_active():
+        comm, local = tensor._layout.mesh.comm, tensor._local
+        tensor._local = comm.rebuild(local, [_written_view_of_several(value) for value in comm.values(local)])
+
+
+def _written_view_of_several(value: torch.Tensor) -> torch.Tensor:
+    """The same memory as a view whose graph torch refuses to make."""
+    with torch.enable_grad():
+        leaf = value.detach().requires_grad_()
+        (view,) = leaf.unsqueeze(0).unbind(0)
+    torch.autograd.graph.increment_version(leaf)
+    return view
 
 
 def _is_unseen(target: Wrapper) -> bool:
