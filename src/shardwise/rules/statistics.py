@@ -16,7 +16,7 @@ from shardwise.strategy.memory import contiguous, meta_like, stored
 from shardwise.strategy.program import Tensor, constant, needs_grad, reduced, run_local, sum_dtype, whole, without_dims
 from shardwise.strategy.registry import program, rule
 from shardwise.strategy.two_stages import Dims, gather_parts, reduced_dims, shared_extreme, staged, whole_along
-from shardwise.torch_private.tensors import are_transforms_active, without_torch_function
+from shardwise.torch_private.tensors import are_transforms_active, is_abstract
 
 
 # -- variances ---------------------------------------------------------------------------------------------
@@ -76,19 +76,21 @@ def _quantile(name: str) -> None:
 
     @rule(name)
     def at(x: Operand, q: object, *args: object, **kwargs: object) -> Answer:
-        if not isinstance(q, Operand) or q.layout.device.type != "cpu" or are_transforms_active():
+        if not isinstance(q, Operand) or q.layout.device.type != "cpu":
             return None
+
         def run(x: Tensor, q: Tensor, *args: object, **kwargs: object) -> Tensor:
             q = whole(q)
             run_local(_must_be_shares, [q.detach()], q._layout)
-            with without_torch_function():
-                return getattr(torch, name)(x, q, *args, **kwargs)
+            return getattr(torch.ops.aten, name)(x, q, *args, **kwargs)
 
         return Algorithm(run, is_checked=False)
 
+    rule(f"aten::{name}")(lambda *args, **kwargs: None)  # taken apart
+
 
 def _must_be_shares(q: torch.Tensor) -> torch.Tensor:
-    if not q.is_meta and not bool(((q >= 0) & (q <= 1)).all()):
+    if not are_transforms_active() and not is_abstract(q) and not bool(((q >= 0) & (q <= 1)).all()):
         raise RuntimeError("quantile() q values must be in the range [0, 1]")
     return q
 
