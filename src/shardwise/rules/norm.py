@@ -15,9 +15,12 @@ from shardwise.layout.placement import REPLICATE
 from shardwise.protocols import Ctx
 from shardwise.strategy import Algorithm, Answer, Factors, Named, Operand, factors, line, operands_in
 from shardwise.strategy.memory import as_first_suggests, stored
-from shardwise.strategy.program import Tensor, leaves_empty, needs_grad, reduced, run_local, sum_dtype
+from shardwise.strategy.program import Tensor, leaves_empty, reduced, run_local, sum_dtype
 from shardwise.strategy.registry import program, rule
 from shardwise.strategy.two_stages import whole_along
+from shardwise.torch_private.autograd import without_transforms
+from shardwise.torch_private.tensors import are_transforms_active, held_by_transforms, is_transformed
+from shardwise.wrapper import wrap
 
 Average = Callable[[torch.Tensor], torch.Tensor]
 
@@ -202,7 +205,7 @@ def _batch_norm(
     """Channels pass, the running statistics follow them, and what was moved of those is written back. `gives_used`:
     whether it returns the statistics also where it did not compute them."""
     for name, statistics in (("running_mean", mean), ("running_var", var)):
-        if statistics is not None and needs_grad(statistics):
+        if statistics is not None and torch.is_grad_enabled() and statistics.requires_grad:
             raise RuntimeError(f"batch_norm is not differentiable with respect to {name}, which requires grad")
     layout, dims = x._layout, [d for d in range(x.ndim) if d != 1]
     follow = [p.at(0) if p.is_shard(1) else REPLICATE for p in layout.placements]
@@ -227,8 +230,22 @@ def _batch_norm(
             renewed = [t if t is None else (1 - momentum) * t + momentum * new.flatten() for t, new in pairs]
     for kept, value in zip((mean, var), renewed, strict=True):
         if training and value is not kept:
-            kept.data.copy_(value)  # unseen by autograd, as in torch: a pass in evaluation has saved the old ones
+            _store(value, kept)
     return out
+
+
+def _store(value: Tensor, into: Tensor) -> None:
+    """Write new statistics, unseen by autograd, as in torch: a pass in evaluation has saved the old ones. Its kernel
+    writes also what a transformed function captured."""
+    comm = into._layout.mesh.comm
+    if are_transforms_active() and not any(map(is_transformed, comm.values(into._local))):
+        held = [held_by_transforms(part) for part in comm.values(value._local)]
+        if not any(is_batched for _, is_batched in held):
+            with without_transforms():
+                parts = [part.detach() for part, _ in held]
+                into.data.copy_(wrap(comm.rebuild(value._local, parts), value._layout))
+            return
+    into.data.copy_(value)
 
 
 def _normalised_alone(*args: Any) -> tuple[torch.Tensor, ...]:
