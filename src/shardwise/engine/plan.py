@@ -57,7 +57,7 @@ def build_plan(func: Callable[..., Any], spec: Spec | Algorithm, call: CallShape
         result = call.check() if spec.is_checked else None
         memory = Memory(call, None if spec.knows_memory else result)
         run = _run_program(spec, func, call, memory)
-        return None if in_place and not spec.writes else watched(run, call, None)
+        return None if in_place and not spec.writes else watched(run, call, None, keeps_first=spec.keeps_result)
     results = Results(spec, call, in_place)
     if results.refused:
         return lambda args, kwargs, local_args, local_kwargs: NotImplemented

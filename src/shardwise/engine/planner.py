@@ -152,7 +152,7 @@ def _ruled(func: Callable[..., Any], call: CallShape, found: registry.Found) -> 
         return _gathered(func, call, spec.reason, spec.check)
     in_place = found.in_place or registry.in_place_flag(func, call.args, call.kwargs)
     try:
-        plan = build_plan(func, spec, call, in_place) or watched(written_back(func, call), call, {})
+        plan = build_plan(func, spec, call, in_place) or watched(written_back(func, call), call, {}, is_copied=True)
         if isinstance(spec, Factors):
             plan = pending_or_finished(func, spec, call, in_place, plan)
     except ShardwiseError:

@@ -53,10 +53,21 @@ class watched:
         plan: The plan.
         call: Its call.
         moved: The functions that move the operands, by number; None for a program, which may move anything.
+        is_copied: Whether what it computes is copied into its first operand. As a program, it keeps other tensors for
+            its gradient than its results.
+        keeps_first: Whether torch keeps the first result, whatever its kernels for meta tensors say.
     """
 
-    def __init__(self, plan: Plan, call: CallShape, moved: dict[int, Again] | None) -> None:
-        self.moved = moved
+    def __init__(
+        self,
+        plan: Plan,
+        call: CallShape,
+        moved: dict[int, Again] | None,
+        is_copied: bool = False,
+        keeps_first: bool = False,
+    ) -> None:
+        self.moved, self.keeps_results = moved, moved is not None and not is_copied
+        self.keeps_first = keeps_first
         self.plan, self.func, self.name, self.paths = plan, call.func, call.name, call.paths
         self.layouts = call.layouts
         self.call_arguments = call.with_tensors([_Operand(i) for i in range(len(call.layouts))])
@@ -88,7 +99,7 @@ class watched:
 
     def _watch(self, operands: Sequence[Wrapper], result: object, entered: Callable[[int], LocalValue]) -> None:
         kept = self._kept_for(operands)
-        if not kept.operands and not kept.results:
+        if not kept.operands and not kept.results and not self.keeps_first:
             return
         results = [out for out in tree_flatten(result)[0] if isinstance(out, Wrapper)]
         as_torch = lambda i: i in kept.unnoticed and self.moved is not None and i not in self.moved  # noqa: E731
@@ -99,7 +110,12 @@ class watched:
         for node in {node for out in results for node in _nodes_of(_local(out), given)}:
             node.register_prehook(check)
         read = [i for i in kept.operands if i not in kept.renewed]
-        for look in self._unseen(operands, read, entered):  # the ranks' nodes, whichever comes first
+        looks = self._unseen(operands, read, entered)
+        if not self.keeps_results:
+            made = [results[i] for i in kept.results if i < len(results)] or results[: self.keeps_first]
+            made += [operands[i] for i in kept.operands if self.moved is not None and self.paths[i] == (0,)]
+            looks += [Unchanged(self.name, result, "gave") for result in made]
+        for look in looks:  # the ranks' nodes, whichever comes first
             for node in {n for out in results for value in _values(out) for n in _nodes_of(value, given)}:
                 node.register_prehook(look)
 

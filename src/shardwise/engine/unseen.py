@@ -26,9 +26,9 @@ Again = Callable[[LocalValue], LocalValue]  # moves the local value of an operan
 class _Seen:
     """A tensor at a certain time, with the number of unseen writes to its memory until then."""
 
-    def __init__(self, name: str, tensor: Wrapper) -> None:
+    def __init__(self, name: str, tensor: Wrapper, how: str = "took") -> None:
         memory = origin_of(tensor).memory
-        self.name, self.layout, self.writes = name, tensor._layout, memory.unseen_writes
+        self.name, self.how, self.layout, self.writes = name, how, tensor._layout, memory.unseen_writes
         self.lent_writes = memory.lent_writes
         self.tensor, self.memory = weakref.ref(tensor), weakref.ref(memory)
 
@@ -51,9 +51,9 @@ class _Seen:
     @property
     def refusal(self) -> str:
         return (
-            f"a tensor of shape {self.layout.shape} that {self.name} took was written through .data since. Plain torch "
-            f"computes the gradient with the new values; on this layout {self.name} kept what it made of the old ones. "
-            f"Write through .data before {self.name} or after the backward pass, or to a clone()"
+            f"a tensor of shape {self.layout.shape} that {self.name} {self.how} was written through .data since. Plain "
+            f"torch computes the gradient with the new values; on this layout {self.name} kept what it made of the old "
+            f"ones. Write through .data before {self.name} or after the backward pass, or to a clone()"
         )
 
 
@@ -93,11 +93,11 @@ def _is_copy(view: torch.Tensor) -> bool:
 
 
 class Unchanged:
-    """Called before the gradient of a program whose operand plain torch keeps. The old values of the operand are stored
-    only once something can write to it unseen."""
+    """Called before the gradient of a program whose operand or result plain torch keeps. The old values are stored only
+    once something can write to it unseen."""
 
-    def __init__(self, name: str, tensor: Wrapper) -> None:
-        self.seen, self.is_done = _Seen(name, tensor), False
+    def __init__(self, name: str, tensor: Wrapper, how: str = "took") -> None:
+        self.seen, self.is_done = _Seen(name, tensor, how), False
         self.before: Wrapper | None = None
         memory = origin_of(tensor).memory
         if memory.watchers is None:

@@ -43,7 +43,8 @@ def attention(
     spec = factors(text, operands, "each", joint={2}, call=attend, never_empty=not is_empty, result=_result(*three))
     if is_empty or not along_cuts(*three, attn_mask, is_causal):
         return spec
-    return Algorithm(partial(_over_cuts, CutAttention(spec, How(scale, grouped), is_causal)), knows_memory=True)
+    run = partial(_over_cuts, CutAttention(spec, How(scale, grouped), is_causal))
+    return Algorithm(run, knows_memory=True, keeps_result=True)
 
 
 def _over_cuts(

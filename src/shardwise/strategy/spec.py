@@ -116,6 +116,7 @@ class Algorithm:
     knows_memory: bool = False  # its results have torch's strides, also where torch's meta kernel says others
     is_checked: bool = True  # torch's meta kernel is asked first whether the call is right
     is_view: bool = False  # torch's result is a view of the first argument, which no op of the program says
+    keeps_result: bool = False  # torch's kernel keeps it for its gradient, which its other kernels do not say
 
 
 @dataclass(frozen=True)
