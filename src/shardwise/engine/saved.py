@@ -7,6 +7,7 @@ torch would keep, and watches that.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -72,6 +73,7 @@ class watched:
         self.layouts = call.layouts
         self.call_arguments = call.with_tensors([_Operand(i) for i in range(len(call.layouts))])
         self.kept: dict[tuple[bool, ...], Kept] = {}  # by which operands require grad
+        self.elsewhere: dict[Kept, list[bool]] = {}  # of results that torch keeps: whether the ranks keep others
 
     def __call__(
         self, args: Sequence[Any], kwargs: dict[str, Any], local_args: list[Any], local_kwargs: dict[str, Any]
@@ -114,7 +116,10 @@ class watched:
         if not self.keeps_results:
             made = [results[i] for i in kept.results if i < len(results)] or results[: self.keeps_first]
             made += [operands[i] for i in kept.operands if self.moved is not None and self.paths[i] == (0,)]
-            looks += [Unchanged(self.name, result, "gave") for result in made]
+            if kept not in self.elsewhere:
+                self.elsewhere[kept] = [not _is_kept_by_its_node(_local(result)) for result in made]
+            others = itertools.compress(made, self.elsewhere[kept])
+            looks += [Unchanged(self.name, result, "gave") for result in others]
         for look in looks:  # the ranks' nodes, whichever comes first
             for node in {n for out in results for value in _values(out) for n in _nodes_of(value, given)}:
                 node.register_prehook(look)
@@ -125,6 +130,11 @@ class watched:
         if self.moved is None:
             return [Unchanged(self.name, operands[i]) for i in kept]
         return [TakenAgain(self.name, operands[i], entered(i), self.moved[i]) for i in kept if i in self.moved]
+
+
+def _is_kept_by_its_node(local: torch.Tensor) -> bool:
+    """Whether the node that made a tensor keeps the tensor itself."""
+    return storage_id(local) in map(storage_id, _kept_by(local.grad_fn))
 
 
 def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
@@ -300,6 +310,10 @@ def _saved_by(outs: Sequence[torch.Tensor], inputs: set[Node | None]) -> Iterato
             continue
         done.add(node)
         waiting += [following for following, _ in node.next_functions]
-        for name in dir(node):
-            if name.startswith("_saved_"):
-                yield from (x for x in tree_flatten(getattr(node, name))[0] if isinstance(x, torch.Tensor))
+        yield from _kept_by(node)
+
+
+def _kept_by(node: Node | None) -> Iterator[torch.Tensor]:
+    for name in dir(node):
+        if name.startswith("_saved_"):
+            yield from (x for x in tree_flatten(getattr(node, name))[0] if isinstance(x, torch.Tensor))
