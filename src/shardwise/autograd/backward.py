@@ -105,6 +105,10 @@ def _batch_size(grads: Sequence[torch.Tensor | None]) -> int:
             f"autograd.grad: is_grads_batched wants a stack of equally many gradients for each output in grad_outputs, "
             f"got {[None if grad is None else tuple(grad.shape) for grad in grads]}"
         )
+    if 0 in sizes:
+        raise IndexError(
+            "autograd.grad: is_grads_batched of no gradients: index 0 is out of bounds for dimension 0 with size 0"
+        )
     return sizes.pop()  # type: ignore[return-value]
 
 
