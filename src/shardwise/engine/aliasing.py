@@ -397,7 +397,9 @@ def _with_view(source: Wrapper, again: Callable[[Any], Any], value: Wrapper) -> 
             leaf.requires_grad_()
             return torch.autograd.grad(again(leaf), leaf, seed, create_graph=recorded)[0]
 
-    times = back(torch.ones_like(value, dtype=torch.float32))
+    is_complex = value.dtype.is_complex  # of which a view may be the conjugate, that of a real tensor may not
+    times = back(torch.ones_like(value, dtype=torch.complex64 if is_complex else torch.float32))
+    times = times.real if is_complex else times
     twice = (times > 1).any()
     if source._layout.mesh.comm.outlined:
         twice.full_tensor()  # ranks with values exchange it
