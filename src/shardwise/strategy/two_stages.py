@@ -15,6 +15,7 @@ from shardwise.protocols import Ctx
 from shardwise.strategy.program import Tensor, indices, needs_grad, reduced, run_local, whole
 from shardwise.strategy.reading import factors
 from shardwise.strategy.spec import Algorithm, Answer, Factors, Operand, Order
+from shardwise.strategy.unsaved import gathered
 from shardwise.wrapper import wrap
 
 Dims = tuple[int, ...]
@@ -147,7 +148,7 @@ def selected(pick: Callable[[Any, int], Any], x: Tensor, dims: Dims, keepdim: bo
         index = torch.zeros_like(at)
         for d, place, sets in zip(dims, torch.unravel_index(at, [v.shape[d] for d in dims]), held, strict=True):
             index = index * layout.shape[d] + indices(sets, v.device)[place]
-        return kept(line(v).gather(dim, at)), kept(index)
+        return kept(gathered(line(v), dim, at)), kept(index)
 
     def merge(values: torch.Tensor, indices: torch.Tensor) -> Any:
         order = line(indices).argsort(dim)

@@ -46,3 +46,8 @@ def rows_back(x: torch.Tensor, dim: int, at: torch.Tensor, count: int) -> torch.
     if _is_recorded(x):
         return _RowsBack.apply(x, dim, at, count)
     return x.new_zeros([count if d == dim else n for d, n in enumerate(x.shape)]).index_add(dim, at, x)
+
+
+def gathered(x: torch.Tensor, dim: int, at: torch.Tensor) -> torch.Tensor:
+    """x.gather(dim, at). Its gradient asks `x` for its sizes alone, so that `x` may be written before that."""
+    return torch.ops.aten._unsafe_view(x, x.shape).gather(dim, at)
