@@ -57,7 +57,7 @@ def build_plan(func: Callable[..., Any], spec: Spec | Algorithm, call: CallShape
         result = call.check() if spec.is_checked else None
         memory = Memory(call, None if spec.knows_memory else result)
         run = _run_program(spec, func, call, memory)
-        return None if in_place and not spec.writes else watched(run, call, None, keeps_first=spec.keeps_result)
+        return None if in_place and not spec.writes else watched(run, call, None, may_keep_all=spec.keeps == "all")
     results = Results(spec, call, in_place)
     if results.refused:
         return lambda args, kwargs, local_args, local_kwargs: NotImplemented
@@ -104,7 +104,7 @@ def build_plan(func: Callable[..., Any], spec: Spec | Algorithm, call: CallShape
     copied = base is not None and (moved or not assignment.aliases(inputs))
     plain = results.dtype in (None, outputs[0].dtype if outputs else None)  # a view of another dtype counts otherwise
     # a rank that imitates others gives another tensor than the one that autograd keeps
-    keeps_others = bool(copies or spec.keeps or imitates)
+    keeps_others = bool(copies or spec.keeps not in ("", "all") or imitates)
     simple = not moves and not keeps_others and results.single and not copied and not results.same
     if simple and base in (None, (0,)) and plain:
         direct = _run_direct(call.paths, one_wrapper(outputs[0]), invoke, takes_all, results.begins[0])
@@ -113,7 +113,7 @@ def build_plan(func: Callable[..., Any], spec: Spec | Algorithm, call: CallShape
     finish = results.finisher(outputs, base, copied, func, call.name)
     differentiable = any(out.dtype.is_floating_point or out.dtype.is_complex for out in outputs)
     run = _run(call, inputs, moves, invoke, takes_all, finish, assignment.reasons, differentiable)
-    return watched(run, call, copies) if keeps_others else run
+    return watched(run, call, copies, may_keep_all=spec.keeps == "all") if keeps_others else run
 
 
 def _moves_again(call: CallShape, steps: tuple[MeshStep, ...]) -> Again:

@@ -56,7 +56,8 @@ class watched:
         moved: The functions that move the operands, by number; None for a program, which may move anything.
         is_copied: Whether what it computes is copied into its first operand. As a program, it keeps other tensors for
             its gradient than its results.
-        keeps_first: Whether torch keeps the first result, whatever its kernels for meta tensors say.
+        may_keep_all: Whether torch may keep all operands and results, whatever its kernels for meta tensors say. Then
+            none may be written unseen.
     """
 
     def __init__(
@@ -65,10 +66,10 @@ class watched:
         call: CallShape,
         moved: dict[int, Again] | None,
         is_copied: bool = False,
-        keeps_first: bool = False,
+        may_keep_all: bool = False,
     ) -> None:
         self.moved, self.keeps_results = moved, moved is not None and not is_copied
-        self.keeps_first = keeps_first
+        self.may_keep_all = may_keep_all
         self.plan, self.func, self.name, self.paths = plan, call.func, call.name, call.paths
         self.layouts = call.layouts
         self.call_arguments = call.with_tensors([_Operand(i) for i in range(len(call.layouts))])
@@ -101,7 +102,8 @@ class watched:
 
     def _watch(self, operands: Sequence[Wrapper], result: object, entered: Callable[[int], LocalValue]) -> None:
         kept = self._kept_for(operands)
-        if not kept.operands and not kept.results and not self.keeps_first:
+        may_keep_all = self.may_keep_all and any(_local(tensor).requires_grad for tensor in operands)
+        if not kept.operands and not kept.results and not may_keep_all:
             return
         results = [out for out in tree_flatten(result)[0] if isinstance(out, Wrapper)]
         as_torch = lambda i: i in kept.unnoticed and self.moved is not None and i not in self.moved  # noqa: E731
@@ -114,12 +116,15 @@ class watched:
         read = [i for i in kept.operands if i not in kept.renewed]
         looks = self._unseen(operands, read, entered)
         if not self.keeps_results:
-            made = [results[i] for i in kept.results if i < len(results)] or results[: self.keeps_first]
+            made = [results[i] for i in kept.results if i < len(results)]
             made += [operands[i] for i in kept.operands if self.moved is not None and self.paths[i] == (0,)]
             if kept not in self.elsewhere:
                 self.elsewhere[kept] = [not _is_kept_by_its_node(_local(result)) for result in made]
             others = itertools.compress(made, self.elsewhere[kept])
             looks += [Unchanged(self.name, result, "gave") for result in others]
+        if may_keep_all:
+            looks = [Unchanged(self.name, tensor) for tensor in operands if tensor.dtype.is_floating_point]
+            looks += [Unchanged(self.name, result, "gave") for result in results]
         for look in looks:  # the ranks' nodes, whichever comes first
             for node in {n for out in results for value in _values(out) for n in _nodes_of(value, given)}:
                 node.register_prehook(look)

@@ -40,11 +40,12 @@ def attention(
             mask = mask.detach()  # of nothing, torch has no gradient for it
         return kernel(q, k, v, mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa)
 
-    spec = factors(text, operands, "each", joint={2}, call=attend, never_empty=not is_empty, result=_result(*three))
+    stored, keeps = _result(*three), "" if is_empty else "all"
+    spec = factors(text, operands, "each", joint={2}, call=attend, never_empty=not is_empty, result=stored, keeps=keeps)
     if is_empty or not along_cuts(*three, attn_mask, is_causal):
         return spec
     run = partial(_over_cuts, CutAttention(spec, How(scale, grouped), is_causal))
-    return Algorithm(run, knows_memory=True, keeps_result=True)
+    return Algorithm(run, knows_memory=True, keeps="all")
 
 
 def _over_cuts(

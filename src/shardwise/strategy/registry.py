@@ -88,7 +88,7 @@ def refused(names: str, reason: str) -> None:
         raise RuleError(reason)
 
 
-def program(names: str, **how: bool) -> Callable[[Program], Program]:
+def program(names: str, **how: Any) -> Callable[[Program], Program]:
     """Register the function below as the program of these ops on every layout; `how` are fields of `Algorithm`."""
 
     def register(run: Program) -> Program:

@@ -94,7 +94,8 @@ class Spec(Protocol):
     may_alias: bool = False  # the local call may return a view where torch makes a copy: then it is copied
     view: Callable[..., Any] | None = None  # called in place of the local call where torch makes a view, if it can be
     # what is kept for the gradient, where the local call and torch do not keep the same: "more" (the local call keeps
-    # tensors where torch keeps none) or "operand" (torch keeps the first operand, so it is kept here too)
+    # tensors where torch keeps none) or "operand" (torch keeps the first operand, so it is kept here too); "all": torch
+    # may keep its operands and results, which its kernels for meta tensors do not say
     keeps: str = ""
     in_place_without_meta: bool = False  # an in-place call has no meta kernel, and needs none
     run_meta: Callable[[Callable[..., Any]], Any] | None = None  # the function on meta tensors, in the rule's own way
@@ -116,7 +117,7 @@ class Algorithm:
     knows_memory: bool = False  # its results have torch's strides, also where torch's meta kernel says others
     is_checked: bool = True  # torch's meta kernel is asked first whether the call is right
     is_view: bool = False  # torch's result is a view of the first argument, which no op of the program says
-    keeps_result: bool = False  # torch's kernel keeps it for its gradient, which its other kernels do not say
+    keeps: str = ""  # as in `Spec`
 
 
 @dataclass(frozen=True)
