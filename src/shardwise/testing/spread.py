@@ -97,7 +97,7 @@ def _sum(generator: random.Random, size: int, x: torch.Tensor) -> Share:
     def share(x: torch.Tensor, i: int) -> torch.Tensor:
         zero = x == 0
         whole = torch.where(zero, torch.ones_like(x), x)
-        last = torch.where(zero, -whole * rest, whole * (1 - rest))
+        last = torch.where(zero, 0 - whole * rest, whole * (1 - rest))
         return (last if i == size - 1 else whole * shares[i]).to(x.dtype)
 
     return share
