@@ -192,7 +192,7 @@ def checked(name: str, plan: Plan, result: Given) -> tuple[Plan, Given]:
     if dtypes == [out._layout.dtype for out in tensors]:
         return plan, result
 
-    def typed(*call: Any) -> Any:
+    def typed(*call: object) -> object:
         return _typed(plan(*call), dtypes)
 
     return typed, _typed(result, dtypes)

@@ -94,7 +94,9 @@ trailing("rms_norm", lambda x, average, weight=None, eps=None: scaled(x, average
 
 # -- over groups of channels -------------------------------------------------------------------------------
 @stored("native_group_norm", device="cpu")
-def _statistics_of_groups(result: Sequence[torch.Tensor], x: torch.Tensor, weight: Any, bias: Any, *_: object) -> None:
+def _statistics_of_groups(
+    result: Sequence[torch.Tensor], x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, *_: object
+) -> None:
     """They have the dtype of the parameters, where that is another one than the input's."""
     given = weight if weight is not None else bias
     if given is not None and given.dtype != x.dtype:
@@ -248,9 +250,9 @@ def _store(value: Tensor, into: Tensor) -> None:
     into.data.copy_(value)
 
 
-def _normalised_alone(*args: Any) -> tuple[torch.Tensor, ...]:
+def _normalised_alone(*args: object) -> tuple[torch.Tensor, ...]:
     """In evaluation; without the statistics, which torch's own kernel gives on a GPU."""
-    out, mean, inverse = torch.native_batch_norm(*args)
+    out, mean, inverse = torch.native_batch_norm(*args)  # type: ignore[arg-type]
     return out, mean[:0], inverse[:0]
 
 

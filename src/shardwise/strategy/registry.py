@@ -88,11 +88,11 @@ def refused(names: str, reason: str) -> None:
         raise RuleError(reason)
 
 
-def program(names: str, **how: Any) -> Callable[[Program], Program]:
+def program(names: str, **how: bool) -> Callable[[Program], Program]:
     """Register the function below as the program of these ops on every layout; `how` are fields of `Algorithm`."""
 
     def register(run: Program) -> Program:
-        rule(names)(functools.wraps(run)(lambda *args, **kwargs: Algorithm(run, **how)))
+        rule(names)(functools.wraps(run)(lambda *args, **kwargs: Algorithm(run, **how)))  # type: ignore[arg-type]
         return run
 
     return register
