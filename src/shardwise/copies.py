@@ -17,6 +17,7 @@ from shardwise.layout.checks import checked_values
 from shardwise.layout.placement import check_reductions
 from shardwise.mesh import Mesh, UserMesh, as_mesh
 from shardwise.protocols import Structure
+from shardwise.strategy.memory import stored_as
 from shardwise.torch_private.tensors import storage_id
 from shardwise.wrapper import Wrapper, is_note, notes_of, origin_of, storage_id_of, wrap
 
@@ -25,19 +26,11 @@ def as_array(tensor: Wrapper, whole: torch.Tensor, force: bool) -> object:
     """``tensor.numpy(force=force)``, whose value is `whole`. In plain torch it shares the tensor's memory; where it
     cannot, it is read-only: a write to it would be lost."""
     if type(whole) is torch.Tensor and tensor.stride() != whole.stride() and not (whole.is_conj() or whole.is_neg()):
-        whole = _stored_as(whole, tensor.stride())
+        whole = stored_as(whole, tensor.stride())
     array = whole.numpy(force=force)
     if whole.device.type == "cpu" and type(whole) is torch.Tensor and storage_id(whole) != storage_id_of(tensor):
         array.flags.writeable = False
     return array
-
-
-def _stored_as(value: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
-    """The same values in memory with these strides, which a dim of equal slices may have as 0."""
-    out = torch.empty_strided(value.shape, stride, dtype=value.dtype, device=value.device)
-    once = tuple(slice(0, 1) if step == 0 else slice(None) for step in stride)
-    out[once].copy_(value.detach()[once])
-    return out
 
 
 def deep_copy(tensor: Wrapper, memo: dict[int, Any]) -> Any:

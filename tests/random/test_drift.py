@@ -10,13 +10,13 @@ from shardwise.errors import CommError
 from tests.workers import run_ranks
 
 
-def mesh_of_all(world_size):
+def mesh_of_all():
     """On a group of its own, so that nothing was drawn on it before, and nobody misses the group afterwards."""
     return torch.distributed.device_mesh.DeviceMesh.from_group(dist.new_group(), "cpu")
 
 
 def drifts(rank, world_size, draws, how):
-    mesh = mesh_of_all(world_size)
+    mesh = mesh_of_all()
     shardwise.manual_seed(3)
     for _ in range(draws):
         x = shardwise.rand(5, 3, device_mesh=mesh, placements=[Shard(0)])

@@ -38,7 +38,7 @@ from shardwise.layout import contiguous_stride
 from shardwise.move import plan_steps, run_move
 from shardwise.protocols import LocalValue
 from shardwise.strategy.empty_ranks import turn_into, view_at
-from shardwise.strategy.memory import copied_stride
+from shardwise.strategy.memory import copied_stride, stored_as
 from shardwise.strategy.registry import in_place_flag
 from shardwise.torch_private.autograd import is_recorded, is_transforming
 from shardwise.torch_private.tensors import schema_of, storage_id
@@ -68,7 +68,7 @@ class replicated:
         self.memory = Memory(call, call.meta_result())
         strides = {i: copied_stride(self.whole[i].shape, self.whole[i].stride) for i in self.moved}
         self.in_order = {
-            i: self.comm.bind(functools.partial(_stored, stride=stride))
+            i: self.comm.bind(functools.partial(stored_as, stride=stride))  # some ops read memory in its order
             for i, stride in strides.items()
             if stride != contiguous_stride(self.whole[i].shape)
         }
@@ -116,13 +116,6 @@ class replicated:
             if self.comm.same(local, value):
                 return tensor
         return wrap(local, replicated_like(self.comm.first(local), self.mesh))
-
-
-def _stored(value: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
-    """The value with the strides that it has on one device: some ops fill or read memory in that order."""
-    if value.stride() == stride:
-        return value
-    return torch.empty_strided(value.shape, stride, dtype=value.dtype, device=value.device).copy_(value)
 
 
 def _argument(schema: Any, path: Path) -> Any:

@@ -16,7 +16,7 @@ from shardwise.protocols import LocalValue
 from shardwise.random import distributions as draws
 from shardwise.random.draw import common_key, drawn, note_torch_draw
 from shardwise.random.generator import TORCH, stream
-from shardwise.strategy.memory import copied_stride
+from shardwise.strategy.memory import copied_stride, stored_as
 from shardwise.strategy.program import reduced, run_local, whole
 from shardwise.torch_private.tensors import assert_later
 from shardwise.wrapper import Wrapper, wrap
@@ -52,8 +52,7 @@ def _whole_local(x: object) -> Any:
     if not isinstance(x, Wrapper):
         return x
     stride = copied_stride(x._layout.shape, x._layout.stride)
-    stored = lambda value: torch.empty_strided(value.shape, stride, dtype=value.dtype, device=value.device).copy_(value)
-    return x._layout.mesh.comm.bind(lambda v: v if v.stride() == stride else stored(v))(whole(x)._local)
+    return x._layout.mesh.comm.bind(lambda v: stored_as(v, stride))(whole(x)._local)
 
 
 def _replicated(local: LocalValue, mesh: Mesh) -> Wrapper:

@@ -91,7 +91,7 @@ def _quantile(name: str) -> None:
 
 def _must_be_shares(q: torch.Tensor) -> torch.Tensor:
     if not are_transforms_active() and not is_abstract(q) and not bool(((q >= 0) & (q <= 1)).all()):
-        raise RuntimeError("quantile() q values must be in the range [0, 1]")
+        raise RuntimeError(f"quantile() q values must be in the range [0, 1], got {q.tolist()}; give shares of one")
     return q
 
 

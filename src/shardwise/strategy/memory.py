@@ -111,6 +111,19 @@ def copied_stride(
     return like.clone(memory_format=memory_format or torch.preserve_format).stride()
 
 
+def stored_as(value: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:
+    """The same values in memory with these strides, which a dim of equal slices may have as 0; `value` itself if it has
+    them."""
+    if value.stride() == tuple(stride):
+        return value
+    out = torch.empty_strided(value.shape, tuple(stride), dtype=value.dtype, device=value.device)
+    if 0 not in stride:
+        return out.copy_(value)
+    once = tuple(slice(0, 1) if step == 0 else slice(None) for step in stride)
+    out[once].copy_(value[once])
+    return out
+
+
 def iterated(shape: Sequence[int], operands: Sequence[Sequence[int]]) -> tuple[int, ...]:
     """The strides of what one of torch's elementwise kernels makes: the order of its dims in memory is that of the
     first operand that tells two of them apart.
