@@ -107,7 +107,7 @@ def _batch_size(grads: Sequence[torch.Tensor | None]) -> int:
         )
     if 0 in sizes:
         raise IndexError(
-            f"autograd.grad: index 0 is out of bounds for dimension 0 with size 0: is_grads_batched, and grad_outputs is "
+            f"autograd.grad: index 0 is out of bounds for dimension 0 with size 0: is_grads_batched with grad_outputs "
             f"{[None if grad is None else tuple(grad.shape) for grad in grads]}; give a stack of at least one gradient"
         )
     return sizes.pop()  # type: ignore[return-value]
